@@ -243,7 +243,7 @@ def test_a_store_that_is_not_right_is_ignored_and_written_again(
     (store,) = stores.iterdir()
     data = store.read_bytes()
     changed = {"empty": b"", "cut": data[:-1], "flipped": data[:-20] + bytes([data[-20] ^ 1]) + data[-19:]}
-    store.write_bytes(changed.get(damage, data.replace(b"images 1", b"images 0")))
+    store.write_bytes(changed.get(damage, data.replace(b"images 2", b"images 1")))
     if damage == "too large":
         store.write_bytes(data)
         with monkeypatch.context() as patch:

@@ -142,7 +142,7 @@ class PlannedImage:
 
 def _readers() -> str:
     """What reads images here, with its versions."""
-    versions = [f"images 1, qwen-cache {__version__}, Pillow {PIL.__version__}"]
+    versions = [f"images 2, qwen-cache {__version__}, Pillow {PIL.__version__}"]
     for _, package in PLUGINS.values():
         with suppress(PackageNotFoundError):
             versions.append(f"{package} {version(package)}")

@@ -1,7 +1,8 @@
 """Decode an image to the pixels that people see: 8-bit RGB, RGBA, or 8-bit grey for a mask (white = edited).
 
 EXIF orientation is applied; transparency is kept in RGBA, and else composited over white (over black for a mask, so
-that transparent pixels are not edited); 16-bit grey, and floats from 0 to 1, are scaled to 8 bits, never clipped;
+that transparent pixels are not edited); grey of more than 8 bits, and floats from 0 to 1, are scaled to 8 bits, never
+clipped; what a TIFF says of its samples (bits, sign, whether white is 0) is honoured;
 palette, CMYK, LAB, YCbCr and 1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel
 values as stored.
 
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -35,7 +36,7 @@ from PIL.GifImagePlugin import GifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.PpmImagePlugin import PpmImageFile
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
 from qwen_cache.errors import SourceError
@@ -94,6 +95,11 @@ _ON_ITS_SIDE = (5, 6, 7, 8)
 """EXIF orientations that swap width and height."""
 _EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")
 """Markers of a PNG that may have an orientation."""
+
+_PNG_DEPTH = 24
+"""Where a PNG has its bits per channel."""
+_UNSIGNED, _SIGNED = 1, 2
+"""Values of TIFF's SampleFormat."""
 
 _opening = threading.Lock()
 """Warning filters are global to the process: only one thread at a time may change them."""
@@ -185,6 +191,7 @@ def _decode(data: bytes, where: str) -> Image.Image:
             image.verify()  # checks a PNG's checksums; the file must be opened again afterwards
         with _open(data) as image:
             _check_shape(image, where)
+            samples = _samples_of(image, data, where)
             upright = ImageOps.exif_transpose(image)
     if upright.size != (header := upright_size(data, where)):
         raise SourceError(
@@ -194,7 +201,7 @@ def _decode(data: bytes, where: str) -> Image.Image:
             found=f"{upright.width}×{upright.height}",
             do="save it again, as PNG",
         )
-    return _eight_bits(upright, where) if upright.mode == "F" or upright.mode.startswith("I") else upright
+    return _eight_bits(upright, samples, where) if upright.mode == "F" or upright.mode.startswith("I") else upright
 
 
 @contextmanager
@@ -219,8 +226,11 @@ def _unidentified(data: bytes, where: str) -> SourceError:
         do = f"pip install {package}, or save it as PNG, JPEG or WebP"
         return SourceError(f"{kind} images need the package {package}", where=where, do=do)
     if kind in FORMATS:
+        what = "the image is damaged or incomplete"
+        if kind == "TIFF":  # Pillow says the same of a kind of TIFF that it does not know
+            what += ", or a kind of TIFF that is not read"
         found, do = f"a {kind} whose header cannot be read", "copy or download it again, or save it again as PNG"
-        return SourceError("the image is damaged or incomplete", where=where, found=found, do=do)
+        return SourceError(what, where=where, found=found, do=do)
     return SourceError(
         "this is not an image in a supported format",
         where=where,
@@ -326,10 +336,39 @@ def _check_shape(image: Image.Image, where: str) -> None:
         )
 
 
-def _eight_bits(image: Image.Image, where: str) -> Image.Image:
-    """Grey of 16 bits, or floats, to 8 bits by scaling: Pillow's own `convert` would clip everything above 255."""
-    values = np.asarray(image)
-    white = 1 if image.mode == "F" else 65535
+class Samples(NamedTuple):
+    """What the numbers of an image with one channel mean."""
+
+    white: int
+    """The number of the lightest grey; 0 is the darkest."""
+    is_inverted: bool = False
+    """Whether 0 is white instead."""
+
+
+def _samples_of(image: Image.Image, data: bytes, where: str) -> Samples:
+    """The meaning of the numbers in an opened file; SourceError for one that Pillow would pass over.
+
+    Pillow unpacks a TIFF of 12 bits to 0…4095 in the mode for 16 bits, and honours the photometric interpretation up
+    to 8 bits. Of a PNG with 2 or 4 bits it expands the grey values, and not the one that is transparent.
+    """
+    samples = Samples(1 if image.mode == "F" else 65535)
+    if image.format == "PNG" and isinstance(image.info.get("transparency"), int) and image.mode == "L":
+        image.info["transparency"] *= 255 // ((1 << data[_PNG_DEPTH]) - 1)
+    if not isinstance(image, TiffImageFile):
+        return samples
+    depth = max(image.tag_v2.get(BITSPERSAMPLE, (1,)))
+    kinds = set(image.tag_v2.get(SAMPLEFORMAT, (_UNSIGNED,)))
+    if kinds & {_SIGNED} and image.mode in ("L", "RGB"):
+        what, do = "the numbers of the TIFF have a sign", "save it with numbers without a sign"
+        raise SourceError(what, where=where, expected="SampleFormat 1", found=_SIGNED, do=do)
+    if image.mode != "F" and depth <= 16:  # programs that write 32 bits keep numbers of 16 in them
+        samples = Samples((1 << (depth - (_SIGNED in kinds))) - 1)
+    return samples._replace(is_inverted=image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0)
+
+
+def _eight_bits(image: Image.Image, samples: Samples, where: str) -> Image.Image:
+    """Grey of more than 8 bits, or floats, to 8 bits by scaling: Pillow's own `convert` would clip beyond 255."""
+    values, white = np.asarray(image), samples.white
     darkest, lightest = values.min(), values.max()
     if not 0 <= darkest <= lightest <= white:  # not true for NaN either
         raise SourceError(
@@ -339,7 +378,8 @@ def _eight_bits(image: Image.Image, where: str) -> Image.Image:
             found=f"{darkest:g} to {lightest:g}",
             do="save it with 8 or 16 bits per channel",
         )
-    grey = Image.fromarray(np.rint(values * (255 / white)).astype(np.uint8))
+    scaled = values * (255 / white)
+    grey = Image.fromarray(np.rint(255 - scaled if samples.is_inverted else scaled).astype(np.uint8))
     if "transparency" in image.info:  # a PNG can declare one grey value transparent
         grey.putalpha(Image.fromarray(np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)))
     return grey
