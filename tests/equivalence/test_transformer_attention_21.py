@@ -136,7 +136,7 @@ def test_variable_length_kernel_on_cuda(layout: str, draws: int, dtype: torch.dt
     inputs = [torch.randn(1, row.length, 2, 64, generator=generator).to("cuda", dtype) for _ in range(3)]
 
     def run(cast: torch.dtype, attend: Callable[..., Tensor], how: Callable[..., Tensor]) -> Tensor:
-        leaves = [x.to(cast).requires_grad_() for x in inputs]
+        leaves = [x.detach().to(cast, copy=True).requires_grad_() for x in inputs]
         output = how(*leaves, row, attend)
         (output.float() ** 2).sum().backward()
         return torch.cat([x.flatten().double() for x in (output, *(leaf.grad for leaf in leaves))])
@@ -149,6 +149,7 @@ def test_variable_length_kernel_on_cuda(layout: str, draws: int, dtype: torch.dt
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="flex_attention has gradients on CUDA only")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's import
 @pytest.mark.slow
 def test_compiled_flex_attention_on_cuda(layout: str) -> None:
     samples = random_samples(*COUNTS_21, draws=2)
@@ -157,7 +158,8 @@ def test_compiled_flex_attention_on_cuda(layout: str) -> None:
     inputs = [torch.randn(1, row.length, 2, 64, device=device) for _ in range(3)]
     found = torch.compile(flex_attention.flex_attention)(*(x.transpose(1, 2) for x in inputs), block_mask=mask)
     expected = attention.segmented_attention(*inputs, row, attention.dispatch_attention_fn)
-    assert distance(found.transpose(1, 2), expected) < 1e-2  # with TF32, whose unit is 2^-11
+    real = torch.cat([torch.arange(sample.length) < sample.length - sample.padding for sample in row.samples])
+    assert distance(found.transpose(1, 2)[:, real], expected[:, real]) < 1e-2  # with TF32, whose unit is 2^-11
 
 
 def rows_of(samples: list[Any], layout: str, device: torch.device) -> joint_row.JointRow:
