@@ -16,8 +16,8 @@ lines, without a traceback, and exit with code 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from qwen_cache.plain_text import one_line, plain
@@ -47,6 +47,37 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{plain(self.where)}: {plain(one_line(self.what))}\n  → {plain(one_line(self.do))}"
+
+
+NAMES_IN_NOTICE = 3
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a user should know of some samples, which are used all the same: one line, with their number."""
+
+    what: str
+    """What these samples are or have, with the verb in the plural: `prompts have …`."""
+    names: tuple[str, ...]
+    """The first of them."""
+    do: str
+    count: int = 1
+    is_fault: bool = False
+    """Whether a check fails because of it."""
+
+    def __str__(self) -> str:
+        more = ", …" if self.count > len(self.names) else ""
+        return f"{self.count} {self.what}: {plain(', '.join(self.names))}{more}\n  → {self.do}"
+
+
+def counted(notices: Iterable[Notice]) -> tuple[Notice, ...]:
+    """The notices, those of one kind as one."""
+    found: dict[str, Notice] = {}
+    for each in notices:
+        known = found.get(each.what, replace(each, names=(), count=0))
+        names = (*known.names, *each.names)[:NAMES_IN_NOTICE]
+        found[each.what] = replace(known, names=names, count=known.count + each.count)
+    return tuple(found.values())
 
 
 class QwenCacheError(Exception):

@@ -31,7 +31,7 @@ from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources import arrow
-from qwen_cache.sources.detect import Row, expand, read_source
+from qwen_cache.sources.detect import Row, expand, read_content, read_source
 from qwen_cache.sources.places import TableFolder, parent
 from qwen_cache.storage.url import Url, location
 
@@ -418,6 +418,17 @@ def test_a_key_goes_up_to_the_first_dot_of_the_base_name(tmp_path: Path) -> None
     assert row.mask.read() == png(3)
     assert str(row.target) == f"{tmp_path}/t.tar:./v1.0/c.edited_image.jpg"
     assert [problem.where for problem in problems] == [f"{tmp_path}/t.tar:v1.0/a"]
+
+
+def test_members_of_a_tar_that_have_no_role_are_counted(tmp_path: Path) -> None:
+    """A key ends at the first dot, as for stock webdataset, so p.v2.png is a part of p."""
+    members: dict[str, bytes | str] = {"p.png": png(), "p.txt": "one", "p.json": "{}"}
+    members |= {"p.v2.png": png(1), "p.v2.txt": "two", "p.v3.png": png(2), "p.cls": "3"}
+    content = read_content(location(str(tar(tmp_path / "t.tar", members))), needs_control=False)
+    assert [(row.name, row.prompt) for row in content.rows] == [("p", "one")]
+    [notice] = content.notices
+    assert (notice.count, notice.names) == (4, ("p.v2.txt", "p.cls", "p.v2.png"))
+    assert str(notice).startswith("4 members of the tars have no role: p.v2.txt, p.cls, p.v2.png, …\n  → ")
 
 
 def test_a_tar_with_a_misspelt_or_missing_control_is_told(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources import detect as source
+from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.columns import COLUMNS, GENERIC, LIST_COLUMNS
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.pairs import (
@@ -324,6 +325,39 @@ def test_what_never_ends_is_not_read(tmp_path: Path, kind: str, monkeypatch: pyt
 def test_a_pipe_is_no_table(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     assert "not a regular file" in refusal(tmp_path / name)
+
+
+def test_text_that_nobody_typed(tmp_path: Path) -> None:
+    """NUL, as in UTF-16 without its mark, is a problem; lost characters and [trigger] without a word are counted."""
+    captions = {f"lost{i}": "it\ufffds" for i in range(4)} | {"later": "a [trigger] in red", "fine": "red"}
+    fill(tmp_path, [f"{name}.png" for name in (*captions, "utf16")])
+    for name, caption in captions.items():
+        (tmp_path / f"{name}.txt").write_text(caption)
+    (tmp_path / "utf16.txt").write_bytes("make it red".encode("utf-16-le"))
+    content = source.read_content(tmp_path, needs_control=False, captions=Captions())
+    assert sorted(row.name for row in content.rows) == sorted(captions)
+    assert "the prompt has NUL characters" in only(content.problems).what
+    lost, trigger = content.notices
+    assert (lost.count, lost.names, lost.is_fault) == (4, ("lost0", "lost1", "lost2"), True)
+    assert (trigger.count, trigger.names, trigger.is_fault) == (1, ("later",), False)
+    assert not source.read_content(tmp_path, needs_control=False, captions=Captions("ohwx")).notices[1:]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names of bytes")
+@pytest.mark.parametrize("name", [b"caf\xe9", b"d\xe9/x"])
+def test_a_name_that_is_not_utf8_is_a_problem_of_its_file(tmp_path: Path, name: bytes) -> None:
+    fill(tmp_path, ["ok.png"])
+    (tmp_path / "ok.txt").write_text("red")
+    path = os.path.join(os.fsencode(tmp_path), name)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    for ending, original in ((b".png", "ok.png"), (b".txt", "ok.txt")):
+        with open(path + ending, "wb") as file:
+            file.write((tmp_path / original).read_bytes())
+    rows, problems = read_source(tmp_path, needs_control=False)
+    assert [row.name for row in rows] == ["ok"]
+    assert "is not UTF-8 text" in only(problems).what
+    assert "\\udce9" in str(only(problems))
+    str(only(problems)).encode()
 
 
 def test_a_prompt_of_megabytes_is_a_problem(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from qwen_cache.encode.repair import plan_repair
 from qwen_cache.encode.saved_settings import save_settings
 from qwen_cache.encode.validation import loaded_once, prepare_with_validation
 from qwen_cache.encode.write import Progress
-from qwen_cache.errors import ConfigError, QwenCacheError, ShardError
+from qwen_cache.errors import ConfigError, Notice, QwenCacheError, ShardError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -86,9 +86,15 @@ class Task:
 
     @property
     def has_work(self) -> bool:
-        """Whether the cache is out of date or damaged."""
+        """Whether the cache is out of date or damaged, or the source has faults."""
         plan = self.plan
-        return bool(plan.missing or plan.removed or plan.problems or self.update.damaged)
+        is_fault = any(notice.is_fault for notice in self.notices)
+        return bool(plan.missing or plan.removed or plan.problems or self.update.damaged or is_fault)
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """What is worth knowing of the samples."""
+        return () if self.is_repair else (*self.job.notices, *self.plan.notices)
 
 
 def run_build(
@@ -447,6 +453,9 @@ def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
         out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
     if job.rows_left_out and not task.is_repair:
         out.print(f"{INDENT}{plural(job.rows_left_out, 'row')} of the source left out")
+    for notice in task.notices:
+        for line in str(notice).splitlines():
+            out.print(f"{INDENT}{line}", markup=False)
     if plan.repeated:
         out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
     if plan.removed and not task.is_repair:
@@ -521,6 +530,9 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
         "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
         "repeated": plan.repeated,
         "left_out": job.rows_left_out,
+        "notices": [
+            {"what": each.what, "count": each.count, "names": list(each.names), "do": each.do} for each in task.notices
+        ],
         "removed": list(plan.removed),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
         "damaged_shards": sorted([*task.update.damaged, *task.elsewhere]),

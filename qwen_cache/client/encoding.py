@@ -68,7 +68,7 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     rows = as_encoded(found.rows, masks=keeps_masks, phrases="mask_head" in recipe or "attention" in recipe)
     return BuildJob(
         *(config, folder, model, recipe, rows, found.problems, left_out),
-        *(found.slice, found.sliced, source, found.left_out),
+        *(found.slice, found.sliced, source, found.left_out, found.notices),
     )
 
 

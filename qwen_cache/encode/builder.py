@@ -22,7 +22,7 @@ from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SlicedSource, SourceSlice
-from qwen_cache.errors import ConfigError, Problem, ShardError
+from qwen_cache.errors import ConfigError, Notice, Problem, ShardError
 from qwen_cache.format import directory
 from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
@@ -68,6 +68,8 @@ class BuildJob:
     """The address that `rows` come from."""
     rows_left_out: int = 0
     """Rows that the source leaves out, of all slices."""
+    notices: tuple[Notice, ...] = ()
+    """What is worth knowing of the rows."""
 
     def keeps(self, name: str) -> bool:
         """Whether a cached sample of this name belongs to another slice."""
@@ -188,6 +190,7 @@ def prepare_build(
         source_rows.sliced,
         source or config.data.source,
         source_rows.left_out,
+        source_rows.notices,
     )
 
 
@@ -233,6 +236,8 @@ class SourceRows:
     """All rows, if there is a slice."""
     left_out: int
     """How many rows the source leaves out, of all slices."""
+    notices: tuple[Notice, ...] = ()
+    """What is worth knowing of the rows, of all slices."""
 
 
 @without_gc()
@@ -252,7 +257,7 @@ def read_rows(
         config_name=config.data.config_name,
         captions=Captions.of(config.data),
     )
-    every, problems, left_out = content.rows, content.problems, content.left_out
+    every, problems, left_out, notices = content.rows, content.problems, content.left_out, content.notices
     source_slice, sliced, rows = SourceSlice.parse(config.data.slice) if config.data.slice else None, None, every
     if source_slice:
         rows = source_slice.take(every)
@@ -263,7 +268,7 @@ def read_rows(
     if unusable := check(rows):
         places = {problem.where for problem in unusable}
         rows = [row for row in rows if row.where not in places]
-    return SourceRows(rows, [*problems, *unusable], source_slice, sliced, left_out)
+    return SourceRows(rows, [*problems, *unusable], source_slice, sliced, left_out, notices)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from qwen_cache.console import plural
 from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage, RememberedImages
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.other_caches import Copies
@@ -74,8 +74,8 @@ class PlannedSample:
         return list(zip(files, hashes, self.sizes[len(self.sizes) - len(files) :], strict=True))
 
 
-Result = tuple[PlannedSample | Problem, ...]
-"""The samples of a row, or its problems."""
+Result = tuple[PlannedSample | Problem | Notice, ...]
+"""The samples of a row, or its problems; and what is worth knowing of its images."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,8 @@ class BuildPlan:
     """What of these comes from each cache of `cache.reuse`."""
     new_masks: frozenset[str] = frozenset()
     """The keys of missing samples of which the cache has everything but the mask."""
+    notices: tuple[Notice, ...] = ()
+    """What is worth knowing of the images."""
 
     @property
     def missing(self) -> list[PlannedSample]:
@@ -183,7 +185,7 @@ def make_plan(
     memory = memory or RememberedImages.nowhere()
     usable: Container[str] = () if changed_recipe else cached
     samples: dict[str, PlannedSample] = {}
-    repeated, all_problems = Counter[str](), list(problems)
+    repeated, all_problems, notices = Counter[str](), list(problems), dict[Notice, None]()
     with memory.planning(rows), ThreadPoolExecutor(min(32, (os.cpu_count() or 1) + 4)) as pool:
         known = _remembered(rows, lambda row: _plan_row(row, rules, usable, memory, may_read=False), pool)
         unknown = [row for row, result in zip(rows, known, strict=True) if not result]
@@ -193,13 +195,16 @@ def make_plan(
                 for item in known.popleft() or next(read):
                     if isinstance(item, Problem):
                         all_problems.append(item)
+                    elif isinstance(item, Notice):
+                        notices[item] = None
                     elif item is not samples.setdefault(item.key, item):
                         repeated[item.key] += 1
                 on_row()
     for key, times in repeated.items():
         samples[key] = replace(samples[key], source_rows=1 + times)
     _add_reasons(samples, usable, cached, changed_recipe)
-    return BuildPlan(tuple(samples.values()), tuple(all_problems), _removed(rows, samples, cached))
+    removed = _removed(rows, samples, cached)
+    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed, notices=counted(notices))
 
 
 def _removed(rows: Iterable[Row], samples: Container[str], cached: KeyedRows) -> tuple[str, ...]:
@@ -305,7 +310,13 @@ def _samples_of(
     if problems:
         return tuple(problems)
     own = _shared(tuple(image.size for image in originals))
-    return tuple(PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True))
+    samples = [PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True)]
+    return (*samples, *(_profile_ignored(image.where) for image in images if image.has_other_profile))
+
+
+def _profile_ignored(image: str) -> Notice:
+    what = "images have a colour profile that is not sRGB; it is ignored, as by the pipelines"
+    return Notice(what, (image,), "convert them to sRGB if their colours matter")
 
 
 @lru_cache(1 << 12)

@@ -19,14 +19,14 @@ import PIL
 from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.data import DataConfig
-from qwen_cache.sources.images import PLUGINS, open_mask, open_rgb, upright_size
+from qwen_cache.sources.images import PLUGINS, has_other_profile, open_mask, open_rgb, upright_size
 from qwen_cache.sources.rows import Readable, Row
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.remembered_files import RememberedFiles
 from qwen_cache.storage.url import Url, location
 from qwen_cache.version import __version__
 
-FACTS = struct.Struct("<16sII?")  # content hash, width, height, decoded
+FACTS = struct.Struct("<16sII??")  # content hash, width, height, decoded, has another profile
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,16 @@ class Facts:
     """After EXIF rotation; zeros if not read yet."""
     decoded: bool = False
     """Whether every pixel was decoded without an error."""
+    other_profile: bool = False
+    """Whether it has a colour profile other than sRGB, as far as it was decoded."""
 
     @staticmethod
     def from_bytes(data: bytes) -> Facts:
-        digest, width, height, decoded = FACTS.unpack(data)
-        return Facts(digest.hex(), (width, height), decoded)
+        digest, width, height, *known = FACTS.unpack(data)
+        return Facts(digest.hex(), (width, height), *known)
 
     def to_bytes(self) -> bytes:
-        return FACTS.pack(bytes.fromhex(self.hash), *self.size, self.decoded)
+        return FACTS.pack(bytes.fromhex(self.hash), *self.size, self.decoded, self.other_profile)
 
 
 class RememberedImages:
@@ -111,8 +113,14 @@ class PlannedImage:
         facts = self._known()
         if not facts.decoded:
             image = (open_mask if self._is_mask else open_rgb)(self._read(), self.where)
-            self._facts = facts = replace(facts, size=image.size, decoded=True)
+            other_profile = has_other_profile(self._read(), self.where)
+            self._facts = facts = replace(facts, size=image.size, decoded=True, other_profile=other_profile)
         return facts.size
+
+    @property
+    def has_other_profile(self) -> bool:
+        """Whether the image has a colour profile other than sRGB, as far as it was decoded, now or before."""
+        return self._facts is not None and self._facts.other_profile
 
     def keep(self) -> None:
         """Remember what is known, unless the file may have changed while it was read; drop its bytes."""

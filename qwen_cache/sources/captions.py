@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import factorial, prod
 from typing import Self
 
+from qwen_cache.errors import Notice
 from qwen_cache.format.identity import Phrase, content_hash
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources.rows import Row, unique
@@ -94,6 +95,11 @@ class Captions:
             for row in rows
             for i, each in enumerate(self._of(Marked.of(row.prompt, row.phrase)))
         ]
+
+    def notices(self, rows: Sequence[Row]) -> list[Notice]:
+        """The rows whose [trigger] stays, as there is no trigger word."""
+        what, do = f"prompts have {PLACEHOLDER}, and there is no trigger word", "set data.trigger_word"
+        return [Notice(what, (row.name,), do) for row in rows if not self.trigger_word and PLACEHOLDER in row.prompt]
 
     def text(self, prompt: str) -> str:
         """One prompt with trigger word, prefix and suffix."""

@@ -58,7 +58,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, parse
 from qwen_cache.plain_text import shell_line
@@ -81,7 +81,7 @@ __all__ = ["Problem", "Readable", "Row", "read_source"]
 MAX_FILES = 100_000  # of a pattern: tars of one image each would still be a set for days
 METADATA_TABLES = ("metadata.csv", "metadata.jsonl")
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
-ARCHIVES: dict[str, Callable[[Sequence[Location], Needs], Iterator[Problem | Draft]]] = {
+ARCHIVES: dict[str, Callable[[Sequence[Location], Needs], Iterator[Problem | Notice | Draft]]] = {
     ".parquet": read_parquet,
     ".tar": read_tars,
 }
@@ -126,6 +126,8 @@ class Content:
     """The problems of the others."""
     left_out: int
     """How many rows the source leaves out."""
+    notices: tuple[Notice, ...] = ()
+    """What is worth knowing of the rows that are used."""
 
 
 def read_source(source: Location, **settings: Unpack[SourceSettings]) -> tuple[list[Row], list[Problem]]:
@@ -146,7 +148,10 @@ def read_content(source: Location, **settings: Unpack[SourceSettings]) -> Conten
     if content.left_out and not content.rows and not content.problems:
         do = f"take a row in again: in the column {left_out.COLUMN} or in {left_out.LIST}"
         raise SourceError("every row of this source is left out", where=source, found=content.left_out, do=do)
-    return replace(content, rows=captions.applied(content.rows)) if captions else content
+    if captions is None:
+        return content
+    notices = counted([*content.notices, *captions.notices(content.rows)])
+    return replace(content, rows=captions.applied(content.rows), notices=notices)
 
 
 def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
@@ -168,7 +173,7 @@ def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
 
 
 def read_drafts(
-    found: Iterable[Problem | Draft],
+    found: Iterable[Problem | Notice | Draft],
     source: str,
     needs: Needs,
     *,
@@ -178,9 +183,13 @@ def read_drafts(
     """What the drafts of `source` become; `on_draft` is called with each, and its problems."""
     rows: list[Row] = []
     problems: list[Problem] = []
+    notices: list[Notice] = []
     drafts = out = 0
     shared: Problem | None = None
     for draft in found:
+        if isinstance(draft, Notice):
+            notices.append(draft)
+            continue
         if isinstance(draft, Problem):
             drafts += 1
             problems.append(draft)
@@ -189,10 +198,11 @@ def read_drafts(
         on_draft(draft, own)
         drafts, out = drafts + (not draft.is_left_out), out + draft.is_left_out
         rows += samples
+        notices += [_lost_characters(sample) for sample in samples if LOST in sample.prompt]
         if draft.unusable is None or draft.unusable is not shared:
             problems += own
         shared = draft.unusable
-    return Content(rows, _of_all(problems, drafts, source), out)
+    return Content(rows, _of_all(problems, drafts, source), out, counted(notices))
 
 
 def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[list[Row], list[Problem]]:
@@ -243,8 +253,15 @@ def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
     return merged + [problem for problem in problems if (problem.what, problem.do) not in shared]
 
 
+LOST = "\ufffd"
+"""What programs write in place of a character that they could not read."""
 CHANGED = re.compile(r"\[\[|\]\]|\r|^\s|\s\Z")
 """What a prompt has that is not read as it is: marks, line ends of Windows, white space around it."""
+
+
+def _lost_characters(row: Row) -> Notice:
+    what, do = "prompts have U+FFFD, which stands for a character that was lost", "write the right characters"
+    return Notice(what, (row.name,), do, is_fault=True)
 
 
 def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
@@ -297,7 +314,7 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
     return field_problems
 
 
-def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Draft]:
+def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     """The drafts of a source by its kind."""
     kind = suffix(source)
     if needs.config_name and not (isinstance(source, Url) and is_dataset(source)):
@@ -326,7 +343,7 @@ def _opened(path: Location) -> Folder:
     return open_folder(path, METADATA_TABLES)
 
 
-def _read_hub(source: Url, needs: Needs) -> Iterator[Problem | Draft]:
+def _read_hub(source: Url, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     """The drafts of a dataset on the hub: of its Parquet files or tars, its table, or its folder of images."""
     by_split = dataset_files(source, needs.config_name)
     files = by_split[_chosen(by_split, source, needs.split)]
@@ -364,7 +381,7 @@ def expand(pattern: str) -> Iterator[str]:
         yield from expand(pattern[: match.start()] + item + pattern[match.end() :])
 
 
-def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
+def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     if SAVED_SPLITS in folder.files:
         name = _chosen(folder.folders, folder.path, needs.split)
         return _read_folder(open_folder(folder.path / name), replace(needs, split=None))

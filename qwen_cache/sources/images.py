@@ -125,6 +125,15 @@ def _upright_size(data: bytes) -> tuple[int, int]:
         return (image.height, image.width) if turned else image.size
 
 
+def has_other_profile(data: bytes, where: str) -> bool:
+    """Whether the image has a colour profile other than sRGB, by its header; profiles are ignored."""
+    if _reads(data, "JPEG XL"):  # whose parser decodes all pixels first
+        return False
+    with _refusals(data, where), _open(data) as image:
+        profile = image.info.get("icc_profile") or b""
+    return bool(profile) and not any(name in profile for name in (b"sRGB", "sRGB".encode("utf-16-be")))
+
+
 def open_rgb(data: bytes, where: str) -> Image.Image:
     """The image in `data` as RGB, upright, with white behind what is transparent; `where` names it in errors."""
     return opaque(_decode(data, where))

@@ -109,6 +109,8 @@ def limits_exceeded(row: Row) -> FieldProblems:
         except UnicodeEncodeError:
             found[role] = f"the {role} {plain(text)!r} is not UTF-8 text", f"correct the {role}"
             continue
+        if "\0" in text:
+            found[role] = f"the {role} has NUL characters", "save it as UTF-8 text; it may be UTF-16 without its mark"
         if size > most:
             found[role] = f"the {role} has {size} bytes, expected at most {most}", "shorten it"
     if len(row.controls) > MAX_CONTROLS:

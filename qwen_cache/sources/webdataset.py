@@ -24,7 +24,7 @@ from itertools import starmap
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.format.fields import parse_json
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.columns import (
@@ -135,7 +135,7 @@ class Parts:
         check_named(images, list(dict.fromkeys([*self.seen, *filter(None, stems)])), where, "part")
 
 
-def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Draft]:
+def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Notice | Draft]:
     """The samples of tars, in order."""
     parts, tars = Parts(needs.columns), list(paths)
     first = tars[0] if tars else None
@@ -146,23 +146,34 @@ def read_tars(paths: Iterable[Location], needs: Needs) -> Iterator[Problem | Dra
 
 
 def _read_samples(
-    samples: Sequence[Problem | tuple[Location, str, Values]],
+    found: Sequence[Problem | Notice | tuple[Location, str, Values]],
     first: Location | None,
     parts: Parts,
     needs: Needs,
     memory: RememberedFiles,
-) -> Iterator[Problem | Draft]:
+) -> Iterator[Problem | Notice | Draft]:
+    yield from (each for each in found if isinstance(each, Notice))
+    samples = [each for each in found if not isinstance(each, Notice)]
     names = {name: None for sample in samples if isinstance(sample, tuple) for name in sample[2]}
     if first is None or not samples:
         do = "name another source"
         raise SourceError("there is no sample in the tar", where=first, expected="KEY.png and KEY.txt", do=do)
     if not names:
-        return (problem for problem in samples if isinstance(problem, Problem))
+        yield from (problem for problem in samples if isinstance(problem, Problem))
+        return
     parts.check(first)
     columns = _find_columns(names, first, parts, needs)
     key = needs.columns.prompt
     records = (each if isinstance(each, Problem) else _record(*each, columns, needs, key, memory) for each in samples)
-    return read_rows(records, columns, TableFolder(parent(first)), {})
+    used = {"prompt", "json", *(name for named in columns.values() for name in named)}
+    yield from (
+        _without_role(member.member)
+        for each in samples
+        if isinstance(each, tuple)
+        for name, member in each[2].items()
+        if name not in used
+    )
+    yield from read_rows(records, columns, TableFolder(parent(first)), {})
 
 
 def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Needs) -> Columns:
@@ -176,9 +187,14 @@ def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Ne
     return by_role | {role: [] for role in LEFT_OUT}  # a tar has no such part
 
 
+def _without_role(member: str) -> Notice:
+    do = "what follows the first dot of a name is its part: rename them, or name the part in data.columns"
+    return Notice("members of the tars have no role", (member,), do)
+
+
 def _read_tar(
     path: Location, parts: Parts, memory: RememberedFiles
-) -> Iterator[Problem | tuple[Location, str, Values]]:
+) -> Iterator[Problem | Notice | tuple[Location, str, Values]]:
     samples: dict[str, Values] = {}
     invalid: set[str] = set()
     members = memory.read("members", str(path), [path], lambda: json.dumps(list(_members(path))).encode())
@@ -194,6 +210,8 @@ def _read_tar(
         elif column:
             member = Member(path, info.name, info.begin, info.size)
             samples.setdefault(key, {})[column] = member if kind == "image" else (member, kind)
+        else:
+            yield _without_role(info.name)
     for key, values in samples.items():
         if key not in invalid:
             yield path, key, values
