@@ -90,7 +90,7 @@ def check_encoding(to_encode: ToEncode | None, launch: Launch) -> None:
     """ConfigError if a run that encodes lacks packages, or is several processes without a server for all."""
     if to_encode is None:
         return
-    require("httpx2" if to_encode.at is not None else "fastapi")
+    require("aiohttp" if to_encode.at is not None else "fastapi")
     if to_encode.at is None and launch.world_size > 1:
         do = "start `qwen-cache serve --no-store`, and give --encode-at its address"
         raise ConfigError("--encode-on-the-fly is for one training process", found=launch.world_size, do=do)

@@ -45,6 +45,8 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
+from qwen_cache.serve.messages import States
+from qwen_cache.serve.states import State
 from qwen_cache.settings.load import load_config
 
 TOOLS = Path(__file__).parent
@@ -140,7 +142,7 @@ def load(server: Server, job: BuildJob, built: Path, requests: int, clients: int
     keys, stored, asked, lock = list(rows), set[str](), set[str](), Lock()
     server.start()
     server.wait_until_ready()
-    encoding = ServerEncoding(client := Client(server.url))
+    encoding = ServerEncoding(client := Client(server.url), job)
 
     def request(number: int) -> None:
         key = random.Random(number).choice(keys)
@@ -148,10 +150,10 @@ def load(server: Server, job: BuildJob, built: Path, requests: int, clients: int
         want = expected[key].row.meta
         assert meta.tensors == want.tensors, key  # which has the hashes of all of them
         assert all(content_hash(tensors[name]) == spec.xxh3_128 for name, spec in want.tensors.items()), key
-        status = client._request("POST", "/v1/states", json={"keys": [key]}).json()["states"][0]
+        (status,) = client.ask(States, "POST", "/v1/states", value={"keys": [key]}).states
         with lock:
             asked.add(key)
-            stored.update([key] if status["state"] == "stored" else [])
+            stored.update([key] if status.state == State.STORED else [])
 
     numbers, all_killed, memory = count(), Event(), dict[str, int]()
 
@@ -224,7 +226,7 @@ def throughput(model: Path, source: Path, folder: Path, repeats: int, encoder_se
                 at = prepare_at(
                     config.model_copy(update={"cache": _path(config, folder / f"at-{repeat}")}), str(source), client
                 )
-                rates["build --at"].append(_rate(at, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)))
+                rates["build --at"].append(_rate(at, Encoders(lambda job: ServerEncoding(client, job), IN_FLIGHT)))
             server.end(signal.SIGTERM)
     means = {name: statistics.median(values[1:]) for name, values in rates.items()}
     return {"samples_per_second": means, "ratio": means["build --at"] / means["build"]}

@@ -151,12 +151,12 @@ def check_at(**given: object) -> None:
 @contextmanager
 def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
     """A client of the server `at`, and its encoders; without any on this machine."""
-    require("httpx2")
+    require("aiohttp")
     from qwen_cache.client import Client
     from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding
 
     with Client(at) as client:
-        yield client, Encoders(lambda _: ServerEncoding(client), IN_FLIGHT)
+        yield client, Encoders(lambda job: ServerEncoding(client, job), IN_FLIGHT)
 
 
 def _build_at(

@@ -1,4 +1,4 @@
-"""A client of `qwen-cache serve`: rows in, samples out.
+"""A client of `qwen-cache serve`: rows in, samples out. It trusts nothing that the server says: see SECURITY.md.
 
     from qwen_cache.client import Client
 
@@ -6,38 +6,56 @@
         sample = client.encode("make it red", target="after.png", controls=["before.png"])
         print(sample.key, sample["image_latents"].shape, sample["prompt_embeds"].shape)
 
-Requests that a busy or restarting server refuses are sent again, for `patience` seconds.
+Requests that a busy or restarting server refuses are sent again, for `patience` seconds. As long as the server says
+that its disk is full, they are sent again without end, with a message each minute.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event, Lock
 from types import TracebackType
 from typing import Any, Self
 
-import httpx2
-
+from qwen_cache.client.answers import (
+    UPGRADE,
+    Lengths,
+    Model,
+    Refusal,
+    SentSamples,
+    parse_answer,
+    parse_refusal,
+)
+from qwen_cache.client.connection import MAX_JSON, NO_ANSWER, WAIT, Answer, Connection, Form, silence
 from qwen_cache.client.description import Description, parse_description
+from qwen_cache.console import console, human_time
 from qwen_cache.errors import ConfigError, QwenCacheError, ServerSilentError, SourceError
 from qwen_cache.format.cache import Sample
+from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.one_sample import OneSample, parse_sample_file
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import tensor_bytes
+from qwen_cache.plain_text import one_line, plain
+from qwen_cache.storage import bounds
 
 TOKEN = "QWEN_CACHE_TOKEN"
 PATIENCE = 300.0  # seconds: a server with the real encoders is back within minutes
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between attempts
-WAIT = 30  # seconds that the server waits for a sample before it answers that there is none yet
 SENT_AT_MOST = 10  # times that a sample is sent: a server without a store may drop it before it is fetched
 PROMPTS = 1000  # in a request for lengths
 BUSY = (429, 502, 503, 504)
+FULL = "storage_full"  # the code of a refusal: the server waits for room on its disk
+EVERY = 60.0  # seconds between messages about it
+MAX_SAMPLE = bounds.WHOLE_FILE
 
 Image = str | os.PathLike[str] | bytes
 """A path, or the bytes of an image file."""
+Row = Callable[[], tuple[Mapping[str, str], Sequence[tuple[str, bytes]]]]
+"""Returns the text fields and the images of a row, as `Client.send` takes them."""
 
 
 class Client:
@@ -47,17 +65,13 @@ class Client:
     """
 
     def __init__(self, url: str, token: str | None = None, patience: float = PATIENCE) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError("no address of a server", found=url, do="write http://HOST:PORT")
-        self.url, self.patience = url.rstrip("/"), patience
-        token = os.environ.get(TOKEN) if token is None else token
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        timeout = httpx2.Timeout(WAIT + 60, connect=20)
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx2.Client(headers=headers, timeout=timeout, limits=limits)
+        self._connection = Connection(url, os.environ.get(TOKEN) if token is None else token)
+        self.url, self.patience = self._connection.url, patience
         self._description: Description | None = None
         self._answered = False
         """Whether the server has answered a request."""
+        self._closed = Event()
+        self._telling, self._told = Lock(), -EVERY
 
     def __enter__(self) -> Self:
         return self
@@ -68,8 +82,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
+        """Close the connections; requests of other threads end with a QwenCacheError."""
+        self._closed.set()
+        self._connection.close()
 
     @property
     def description(self) -> Description:
@@ -79,11 +94,11 @@ class Client:
         """
         if self._description is None:
             try:
-                response = self._request("GET", "/v1", patience=self.patience if self._answered else 0)
+                answer = self._request("GET", "/v1", patience=self.patience if self._answered else 0)
             except ServerSilentError as error:
                 do = "start `qwen-cache serve` there, or correct the address"
                 raise ConfigError("the server does not answer", where=self.url, found=error.found, do=do) from None
-            self._description = parse_description(_json(response), self.url)
+            self._description = parse_description(answer.body, self.url)
         return self._description
 
     def encode(
@@ -104,35 +119,38 @@ class Client:
         if len(keys) > 1:
             what = "the server makes several samples of this row"
             raise ConfigError(what, where=self.url, found=", ".join(keys), do="use `send` and `fetch`")
-        return self.fetch(keys[0], lambda: (fields, files))
+        sample = self.fetch(keys[0], lambda: (fields, files))
+        self._check_content(sample.row.meta, prompt, files)
+        return sample
 
     def send(self, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]) -> list[str]:
         """Send a row as text fields and images by their names, `target`, `control` or `mask`; the keys of its samples.
 
         SourceError if the row cannot be used.
         """
-        parts = [(name, (None, value.encode())) for name, value in fields.items()]
-        images = [(name, (name, data)) for name, data in files]
-        answer = _json(self._request("POST", "/v1/samples", files=[*parts, *images]))
-        return [str(each["key"]) for each in answer["samples"]]
+        sent = self.ask(SentSamples, "POST", "/v1/samples", form=Form(fields, files))
+        return [each.key for each in sent.samples]
 
-    def fetch(self, key: str, row: Any = None) -> Sample:
-        """Wait for a sample. What the server does not know is sent: `row` returns its fields and files.
+    def fetch(self, key: str, row: Row | None = None, most: int = MAX_SAMPLE) -> Sample:
+        """Wait for a sample of at most this many bytes. What the server does not know is sent: `row` returns its fields
+        and files.
 
-        SourceError if it cannot be encoded; QwenCacheError if the server does not know it and there is no row.
+        SourceError if it cannot be encoded; QwenCacheError if the server does not know it and there is no row, or if it
+        sends another sample.
         """
         for _ in range(SENT_AT_MOST):
-            response = self._request("GET", f"/v1/samples/{key}", accepted=(404,), params={"seconds": WAIT})
-            while response.status_code == 202:
-                response = self._request("GET", f"/v1/samples/{key}", accepted=(404,), params={"seconds": WAIT})
-            if response.status_code != 404:
-                return self._parsed(response.content)
+            answer = self._sample(key, most)
+            while answer.status == 202:
+                self._pause(FIRST_PAUSE)  # though it should have waited
+                answer = self._sample(key, most)
+            if answer.status != 404:
+                return self._parsed(answer.body, key)
             if row is None:
                 break
             keys = self.send(*row())
             if key not in keys:
-                what, do = "the server computes another key for this row", "install the same version here and there"
-                raise QwenCacheError(what, where=self.url, expected=key, found=", ".join(keys), do=do)
+                what = "the server computes another key for this row"
+                raise QwenCacheError(what, where=self.url, expected=key, found=", ".join(keys), do=UPGRADE)
         raise QwenCacheError("the server does not have this sample", where=self.url, found=key, do="send its row")
 
     def lengths(self, prompts: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> list[int]:
@@ -140,49 +158,99 @@ class Client:
         found: list[int] = []
         for begin in range(0, len(prompts), PROMPTS):
             part = [{"prompt": text, "controls": list(sizes)} for text, sizes in prompts[begin : begin + PROMPTS]]
-            found += _json(self._request("POST", "/v1/lengths", json={"prompts": part}))["lengths"]
+            lengths = self.ask(Lengths, "POST", "/v1/lengths", value={"prompts": part}).lengths
+            if len(lengths) != len(part):
+                what = "the server answers another number of prompts"
+                raise QwenCacheError(what, where=self.url, expected=len(part), found=len(lengths), do=UPGRADE)
+            found += lengths
         return found
 
-    def _parsed(self, content: bytes) -> Sample:
-        data = memoryview(bytearray(content))  # writable, as torch wants it
+    def ask(self, model: type[Model], method: str, path: str, **options: Any) -> Model:
+        """The answer to a request, which is JSON; errors as for `send`, ConfigError for one that is not as `model`."""
+        return parse_answer(model, self._request(method, path, **options).body, self.url)
+
+    def _sample(self, key: str, most: int) -> Answer:
+        return self._request("GET", f"/v1/samples/{key}", most, accepted=(404,), params={"seconds": WAIT})
+
+    def _parsed(self, body: bytearray, key: str) -> Sample:
+        data = memoryview(body)  # writable, as torch wants it
         entry = parse_sample_file(data, self.url, self.description.format_version)
+        if entry.meta.key != key:
+            what, do = "the server sent another sample than the one that was asked for", "look for a proxy that caches"
+            raise QwenCacheError(what, where=self.url, expected=key, found=entry.meta.key, do=do)
         return Sample(IndexRow("", "", entry), OneSample(Path(), data))
 
+    def _check_content(self, meta: SampleMeta, prompt: str, files: Sequence[tuple[str, bytes]]) -> None:
+        """QwenCacheError for the sample of another row than this one, which the key alone does not show."""
+        hashes = [(name, content_hash(data)) for name, data in files if name != "mask"]  # not each server keeps it
+        named = [("target", meta.inputs.target)] if meta.inputs.target else []
+        found = meta.recipe, meta.prompt, [*named, *(("control", each) for each in meta.inputs.controls)]
+        if found != (self.description.recipe_id, prompt, hashes):
+            raise QwenCacheError("the server sent the sample of another row", where=self.url, found=meta.key)
+
     def _request(
-        self, method: str, path: str, accepted: Sequence[int] = (), patience: float | None = None, **options: Any
-    ) -> httpx2.Response:
+        self,
+        method: str,
+        path: str,
+        most: int = MAX_JSON,
+        *,
+        accepted: Sequence[int] = (),
+        patience: float | None = None,
+        **options: Any,
+    ) -> Answer:
         """The answer to a request; it is sent again while the server is busy or does not answer."""
         patience = self.patience if patience is None else patience
-        until, pause = time.monotonic() + patience, FIRST_PAUSE
+        begin = time.monotonic()
+        until, pause = begin + patience, FIRST_PAUSE
         while True:
+            asked = 0.0
             try:
-                response = self._http.request(method, self.url + path, **options)
+                answer = self._connection.ask(method, path, most, **options)
                 self._answered = True
-                if response.status_code not in BUSY:
-                    return self._checked(response, accepted)
-                found, asked = _error(response)[0], response.headers.get("Retry-After", "")
-            except httpx2.TransportError as error:
-                found, asked = str(error) or type(error).__name__, ""
+                if answer.status not in BUSY:
+                    return self._checked(answer, accepted)
+                refusal = parse_refusal(answer.body, answer.status)
+                found, asked = refusal.error, min(answer.retry_after, LONGEST_PAUSE)
+                if refusal.code == FULL:
+                    self._tell(refusal, time.monotonic() - begin)
+                    until = time.monotonic() + max(patience, 2 * LONGEST_PAUSE)
+            except NO_ANSWER as error:
+                self._pause(0)
+                found = silence(error)
             pause = min(2 * pause, LONGEST_PAUSE)
-            wait = max(pause, min(float(asked), LONGEST_PAUSE) if asked.isdecimal() else 0.0)
+            wait = max(pause, asked)
             if time.monotonic() + wait > until:
                 what = f"the server did not answer within {patience:g} seconds"
                 do = "look at its log, and run the same command again"
                 raise ServerSilentError(what, where=self.url, found=found, do=do)
-            time.sleep(wait)
+            self._pause(wait)
 
-    def _checked(self, response: httpx2.Response, accepted: Sequence[int] = ()) -> httpx2.Response:
+    def _pause(self, seconds: float) -> None:
+        """QwenCacheError once the client is closed."""
+        if self._closed.wait(seconds):
+            raise QwenCacheError("the client was closed while it waited", where=self.url)
+
+    def _tell(self, refusal: Refusal, waited: float) -> None:
+        """Print that the server's disk is full: for all threads together once in `EVERY` seconds."""
+        with self._telling:
+            if time.monotonic() - self._told < EVERY:
+                return
+            self._told = time.monotonic()
+        text = f"{self.url} has no room on its disk: {refusal.error}; waiting ({human_time(waited)})"
+        console(always=True).print(plain(one_line(text)), markup=False)
+
+    def _checked(self, answer: Answer, accepted: Sequence[int] = ()) -> Answer:
         """The answer; an error if it refuses the request."""
-        status = response.status_code
+        status = answer.status
         if status < 300 or status in accepted:
-            return response
-        what, do = _error(response)
+            return answer
+        refusal = parse_refusal(answer.body, status)
         if status == 401:
             raise ConfigError("the server refuses the token", where=self.url, do=f"set {TOKEN} to the server's token")
         if status in (413, 422):
-            raise SourceError(what, where=self.url, do=do)
-        found = f"status {status}: {what}"
-        raise QwenCacheError("the server refuses a request", where=self.url, found=found, do=do or None)
+            raise SourceError(refusal.error, where=self.url, do=refusal.do)
+        found = f"status {status}: {refusal.error}"
+        raise QwenCacheError("the server refuses a request", where=self.url, found=found, do=refusal.do or None)
 
 
 def sample_parts(sample: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
@@ -201,20 +269,3 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise SourceError("the image cannot be read", where=path, found=error.strerror, do="correct the path") from None
-
-
-def _json(response: httpx2.Response) -> Any:
-    try:
-        return response.json()
-    except ValueError:
-        what, do = "this is no server of qwen-cache", "correct the address"
-        raise ConfigError(what, where=response.url, found="an answer that is not JSON", do=do) from None
-
-
-def _error(response: httpx2.Response) -> tuple[str, str]:
-    """What is wrong and what to do, as the server says."""
-    try:
-        value = response.json()
-        return str(value["error"]), str(value["do"])
-    except (ValueError, KeyError, TypeError):
-        return f"status {response.status_code}", ""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
+from qwen_cache.client.answers import UPGRADE, AnswerModel, Key, first_fault, parse_answer
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.models.family import PIPELINES
@@ -15,38 +16,45 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.load import Config
+from qwen_cache.sources.columns import MAX_SIDE
 
-UPGRADE = "install the same version of qwen-cache here and there"
-
-
-class Limits(BaseModel):
-    """The largest body in bytes, the most pixels of an image, and the samples that may wait."""
-
-    max_body: int
-    max_pixels: int
-    queue_samples: int
+Area = Annotated[int, Field(gt=0, le=1 << 30)]
+Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
+Text = Annotated[str, Field(max_length=1000)]
+Resolution = Annotated[list[Side], Field(min_length=2, max_length=2)]
+CHOICES = 100  # areas or resolutions
 
 
-class Description(BaseModel):
-    """The answer to `GET /v1`."""
+class Sizes(AnswerModel):
+    """The settings of `data` that a server decides: those of `SIZES`. It never names a place, or what may be read."""
 
-    qwen_cache: str
+    model_config = ConfigDict(extra="forbid")
+
+    vae_image_size: Annotated[list[Area], Field(max_length=CHOICES)] | None = None
+    resolution: Annotated[list[Resolution], Field(max_length=CHOICES)] | None = None
+    resolutions_per_sample: Text = ""
+    resize_mode: Text | None = None
+    upscale: bool = True
+    condition_image_size: Area | None = None
+    edit_mask: Text = ""
+
+
+class Description(AnswerModel):
+    """What is taken from the answer to `GET /v1`."""
+
     format_version: Literal[1, 2]
-    pipeline: str
-    model: str
-    recipe_id: str
+    pipeline: Text
+    model: Text
+    recipe_id: Key
     recipe: dict[str, Any]
-    data: dict[str, Any]
+    data: Sizes
     thumbnails: bool
-    prompt_embeds_width: int
-    samples: int
-    cache: str | None
-    limits: Limits
+    prompt_embeds_width: Annotated[int, Field(gt=0, le=1 << 16)]
 
 
 @dataclass(frozen=True)
 class ServedModel(ModelFolder):
-    """A model that only the server has: what planning needs to know of it. Its folder is never opened."""
+    """A model that only the server has: what planning needs to know of it. It has no folder; its name is only shown."""
 
     width: int = 0
 
@@ -54,15 +62,20 @@ class ServedModel(ModelFolder):
     def text_width(self) -> int:
         return self.width
 
+    @property
+    def public_name(self) -> str:
+        return self.name
 
-def parse_description(value: object, where: str) -> Description:
+
+def parse_description(body: bytes | bytearray, where: str) -> Description:
     """The description in an answer; ConfigError if it is not one that this version understands."""
+    description = parse_answer(Description, body, where)
+    recipe = description.recipe
     try:
-        description = Description.model_validate(value)
-    except ValidationError as error:
-        what = "this is no server of qwen-cache, or of another version"
-        raise ConfigError(what, where=where, found=error.errors()[0]["msg"], do=UPGRADE) from None
-    if description.pipeline not in PIPELINES or recipe_id(description.recipe) != description.recipe_id:
+        is_known = recipe_id(recipe) == description.recipe_id and recipe.get("pipeline") == description.pipeline
+    except ValueError:  # it cannot be written
+        is_known = False
+    if description.pipeline not in PIPELINES or not is_known:
         raise ConfigError("this server has a model that this version does not know", where=where, do=UPGRADE)
     return description
 
@@ -86,12 +99,13 @@ def served_settings(config: Config, description: Description, where: str, *, all
         "store_attention": bool(recipe.get("attention", False)),
     }
     given = {name: getattr(config, name).model_fields_set if all_given else set() for name in ("data", "cache")}
-    data = _merged("data", config.data.model_dump(mode="json"), description.data, where, given["data"])
+    served_data = description.data.model_dump(exclude_unset=True)
+    data = _merged("data", config.data.model_dump(mode="json"), served_data, where, given["data"])
     cache = _merged("cache", config.cache.model_dump(mode="json"), served_cache, where, given["cache"])
     try:
         sections = {"data": DataConfig.model_validate(data), "cache": CacheConfig.model_validate(cache)}
     except ValidationError as error:
-        found = error.errors()[0]["msg"]
+        found = first_fault(error)
         what = "this version does not know a setting of the server"
         raise ConfigError(what, where=where, found=found, do=UPGRADE) from None
     return config.model_copy(update=sections)

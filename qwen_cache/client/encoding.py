@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Self
 
-from qwen_cache.client.client import Client, sample_parts
+from qwen_cache.client.client import MAX_SAMPLE, Client, sample_parts
 from qwen_cache.client.description import served_model, served_settings
 from qwen_cache.console import counting, print_problems
 from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, plan_build, read_rows
+from qwen_cache.encode.estimate import most_bytes
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.encode.validation import ValidationRows, check_wanted, is_wanted
 from qwen_cache.errors import ConfigError, SourceError
@@ -93,10 +94,11 @@ def text_tokens(client: Client, samples: Sequence[PlannedSample]) -> list[int]:
     return client.lengths(prompts)
 
 
-def encoded(client: Client, sample: PlannedSample) -> Sample:
+def encoded(client: Client, job: BuildJob, sample: PlannedSample) -> Sample:
     """A sample, sent if the server does not know it. SourceError if it cannot be encoded."""
+    most = min(MAX_SAMPLE, most_bytes(sample, job))
     try:
-        return client.fetch(sample.key, lambda: (fields_of(sample.row), files_of(sample)))
+        return client.fetch(sample.key, lambda: (fields_of(sample.row), files_of(sample)), most)
     except SourceError as error:
         raise SourceError(f"{sample.row.name}: {error.fault}", where=sample.row.where, do=error.do) from None
 
@@ -104,18 +106,19 @@ def encoded(client: Client, sample: PlannedSample) -> Sample:
 class ServerEncoding:
     """A server in place of the lanes of this machine."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, job: BuildJob) -> None:
+        self._client, self._job = client, job
         self._threads = ThreadPoolExecutor(THREADS, "encode-at")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Requests that are left, after an error or Ctrl-C, are not waited for: the client ends them when it closes."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, sample: PlannedSample) -> Future[tuple[SampleMeta, dict[str, memoryview]]]:
-        return self._threads.submit(lambda: sample_parts(encoded(self._client, sample)))
+        return self._threads.submit(lambda: sample_parts(encoded(self._client, self._job, sample)))
 
     def result(self, work: Future[tuple[SampleMeta, dict[str, memoryview]]]) -> Any:
         return work.result()

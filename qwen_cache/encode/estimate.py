@@ -5,6 +5,7 @@ Latents are exact; text is estimated from the number of characters. Headers, thu
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from qwen_cache.sources.sizes import img_shapes
 from qwen_cache.storage.durable import cache_home
 from qwen_cache.storage.url import Url
 
+TEMPLATE = 1000  # tokens around the prompt and 32 images: more than any template has
+OTHER = 32_000_000  # bytes of header, thumbnails and attention: more than an image of 10 megapixels needs
 COMPRESSED = 0.7  # of the bytes, with zstd: settings/cache.py
 
 
@@ -52,6 +55,15 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     elements = image * LATENT_CHANNELS + text * job.model.text_width
     size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
     return Estimate(image, text, round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)))
+
+
+def most_bytes(sample: PlannedSample, job: BuildJob) -> int:
+    """More bytes than the encoded sample can have: each byte of the prompt is a token, and the text is stored twice."""
+    image, width = token_count(sample.img_shapes), job.model.text_width
+    seen = sum(math.ceil(pixels / job.model.family.pixels_per_text_token) for pixels in job.encoder_pixels(sample))
+    text = TEMPLATE + len(sample.row.prompt.encode()) + 2 * seen  # sides are rounded, maybe up
+    numbers = image * (LATENT_CHANNELS + 2) + 2 * text * width  # an edit mask has up to 2 for each token
+    return OTHER + numbers * (2 if job.recipe["dtype"] == "bfloat16" else 4)
 
 
 def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:

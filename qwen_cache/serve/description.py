@@ -6,19 +6,9 @@ from typing import Any
 
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.serve.engine import Engine
+from qwen_cache.settings.data import SIZES
 from qwen_cache.storage.url import Url
 from qwen_cache.version import __version__
-
-SIZES = (
-    "vae_image_size",
-    "resolution",
-    "resolutions_per_sample",
-    "resize_mode",
-    "upscale",
-    "condition_image_size",
-    "edit_mask",
-)
-"""The settings of `data` that decide what is stored."""
 
 
 def describe(engine: Engine) -> dict[str, Any]:

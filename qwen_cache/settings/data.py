@@ -75,3 +75,15 @@ class DataConfig(Section):
     condition_image_size: Positive | None = None
     """Pixels of an image for the text encoder; the model's own (1024² for Edit, 384² for Edit-Plus) when not given.
     Qwen-Image-2.1 has none: its text encoder gets the image of the VAE."""
+
+
+SIZES = (
+    "vae_image_size",
+    "resolution",
+    "resolutions_per_sample",
+    "resize_mode",
+    "upscale",
+    "condition_image_size",
+    "edit_mask",
+)
+"""The settings that decide what is stored: a server of encoders has them, and its clients take them from it."""

@@ -1,8 +1,9 @@
 """How much a server may send and how long it may be silent: whoever gives an address may also have chosen the server.
 
-A request over HTTP holds at most the bytes that were asked for, and ends when the server is silent for `SILENCE` or
-slower than `SLOWEST`. No attempt begins later than `PATIENCE` after the first, so a server that never answers is an
-error after at most 90 seconds. Every other request ends after `seconds_for` its size. The clients of S3 and the hub
+A request over HTTP holds at most the bytes that were asked for. It ends when the head of the answer takes more than
+`SILENCE`, redirects and connections included, or when a piece of its body, `SLOWEST` times `SILENCE` bytes, takes more.
+It never ends because a large file takes long. No attempt begins later than `PATIENCE` after the first. An attempt has
+two heads at most, so a server that never answers is an error after at most two minutes. The clients of S3 and the hub
 have time limits of their own besides, and their servers are trusted to send no more than they were asked for.
 """
 
@@ -19,3 +20,9 @@ PAGE_SECONDS = 600.0  # of one page of a listing in all: pages of a million name
 def seconds_for(size: int) -> float:
     """The longest that a request for `size` bytes may take in all, its connection and headers included."""
     return 2 * SILENCE + size / SLOWEST
+
+
+def silence(head: float | None = None) -> str:
+    """What is said of a server that was too slow; `head`: the seconds that it had to begin, if not `SILENCE`."""
+    begin = f"no answer for {SILENCE if head is None else head:g} seconds"
+    return f"{begin}, or less than {SLOWEST} bytes a second for {SILENCE:g}"

@@ -226,7 +226,7 @@ class Url:
     def _refusal(self, error: Exception, what: str, attempts: int) -> QwenCacheError:
         reason = one_line(f"{type(error).__name__}: {error}".removesuffix(": "))
         if isinstance(error, TimeoutError):
-            reason = f"no answer, or less than {bounds.SLOWEST} bytes a second, for {bounds.SILENCE:g} seconds"
+            reason = bounds.silence()
         protocol = self.root.partition(":")[0]
         if isinstance(error, ImportError):
             extra = EXTRAS.get(protocol)

@@ -61,7 +61,8 @@ class ServedSamples:
             self._opened = opened.pop_all()
 
     def _plan(self, config: Config, source: str) -> None:
-        job, self._planned = plan_at(config, source, self._client)
+        self._job, self._planned = plan_at(config, source, self._client)
+        job = self._job
         tokens = self._waited(self._threads.submit(text_tokens, self._client, self._planned))
         shapes = [sample.img_shapes for sample in self._planned]
         self.format_version: int = job.format_version
@@ -129,7 +130,7 @@ class ServedSamples:
         self._requested.setdefault(position, deque()).append(work)
 
     def _fetch(self, position: int) -> Sample:
-        return encoded(self._client, self._planned[position])
+        return encoded(self._client, self._job, self._planned[position])
 
     def _waited(self, work: Future[Answer]) -> Answer:
         """The result, unless the server of this run ends."""

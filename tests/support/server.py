@@ -7,6 +7,7 @@ import itertools
 import re
 import select
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 import fsspec
 
 BUCKET = "bucket"
+MEGABYTE = 1_000_000
 
 
 class Server(ThreadingHTTPServer):
@@ -88,7 +90,8 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def play(self, trick: str) -> None:
-        """Answer as a server that means harm: `silent`, `drip`, `slow header`, `endless`, `huge`, `gzip`, `folders`.
+        """Answer as a server that means harm: `silent`, `drip`, `slow header`, `slow redirects`, `continue`, `endless`,
+        `huge`, `gzip`, `folders`.
 
         What it sends without end is counted in `server.sent`, with what the system has not delivered yet.
         """
@@ -101,6 +104,11 @@ class Handler(BaseHTTPRequestHandler):
             pieces = self.now_and_then(b"x")
         elif trick == "slow header":
             header, pieces = header + b"X-More: ", self.now_and_then(b"x")
+        elif trick == "continue":
+            header, pieces = b"", self.now_and_then(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif trick == "slow redirects":
+            self.server.closing.wait(0.2)
+            header, pieces = b"HTTP/1.1 302 Found\r\nLocation: /again\r\nContent-Length: 0\r\n", ()
         elif trick == "huge":
             header += b"Content-Length: 1000000000000\r\n"
         elif trick == "gzip":
@@ -108,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
         elif trick == "folders":
             pieces = [b'<a href="a/">a</a> <a href="b/">b</a>']
         with suppress(OSError):  # the client has closed the connection
-            self.wfile.write(header + (b"" if trick in ("silent", "slow header") else b"\r\n"))
+            self.wfile.write(header + (b"" if trick in ("silent", "slow header", "continue") else b"\r\n"))
             for piece in pieces:
                 self.wfile.write(piece)
                 self.server.sent += len(piece)
@@ -116,8 +124,63 @@ class Handler(BaseHTTPRequestHandler):
             self.server.closing.wait()
 
     def now_and_then(self, piece: bytes) -> Iterator[bytes]:
-        while not self.server.closing.wait(0.02):
+        for _ in range(1000):  # then it gives up, so that a client without bounds ends too
+            if self.server.closing.wait(0.02):
+                return
             yield piece
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+Answer = tuple[int, dict[str, str], Iterable[bytes]]
+"""The status, the headers and the pieces of the body; without Content-Length the end of the connection ends it."""
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers a request with what `answer` returns for its method and path; records the `METHOD path` of each."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, answer: Callable[[str, str], Answer]) -> None:
+        super().__init__(("127.0.0.1", 0), ScriptedHandler)
+        self.answer, self.asked, self.sent = answer, list[str](), 0
+        self.before_read: Callable[[], object] = lambda: None
+        """Called before each megabyte of a request's body is read."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # the client has closed the connection
+            super().handle_error(request, client_address)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class ScriptedHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Scripted
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        for _ in range(0, left := int(self.headers.get("Content-Length", 0)), MEGABYTE):
+            self.server.before_read()
+            left -= len(self.rfile.read(min(MEGABYTE, left)))
+        self.server.asked.append(f"{self.command} {path}")
+        status, headers, pieces = self.server.answer(self.command, path)
+        self.close_connection = "Content-Length" not in headers
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        with suppress(OSError):  # the client has closed the connection
+            for piece in pieces:
+                self.wfile.write(piece)
+                self.server.sent += len(piece)
+
+    def do_POST(self) -> None:
+        self.do_GET()
 
     def log_message(self, *_: Any) -> None:
         pass
