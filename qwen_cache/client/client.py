@@ -12,9 +12,10 @@ that its disk is full, they are sent again without end, with a message each minu
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Lock
 from types import TracebackType
@@ -47,6 +48,7 @@ PATIENCE = 300.0  # seconds: a server with the real encoders is back within minu
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 10.0  # seconds between attempts
 SENT_AT_MOST = 10  # times that a sample is sent: a server without a store may drop it before it is fetched
 PROMPTS = 1000  # in a request for lengths
+PROMPT_BYTES = 1 << 20  # of JSON in one; the server takes twice as many
 BUSY = (429, 502, 503, 504)
 FULL = "storage_full"  # the code of a refusal: the server waits for room on its disk
 EVERY = 60.0  # seconds between messages about it
@@ -156,8 +158,7 @@ class Client:
     def lengths(self, prompts: Sequence[tuple[str, Sequence[tuple[int, int]]]]) -> list[int]:
         """The rows of `prompt_embeds` for each prompt about controls of these sizes in pixels, without encoding."""
         found: list[int] = []
-        for begin in range(0, len(prompts), PROMPTS):
-            part = [{"prompt": text, "controls": list(sizes)} for text, sizes in prompts[begin : begin + PROMPTS]]
+        for part in _in_parts([{"prompt": text, "controls": list(sizes)} for text, sizes in prompts]):
             lengths = self.ask(Lengths, "POST", "/v1/lengths", value={"prompts": part}).lengths
             if len(lengths) != len(part):
                 what = "the server answers another number of prompts"
@@ -251,6 +252,20 @@ class Client:
             raise SourceError(refusal.error, where=self.url, do=refusal.do)
         found = f"status {status}: {refusal.error}"
         raise QwenCacheError("the server refuses a request", where=self.url, found=found, do=refusal.do or None)
+
+
+def _in_parts(prompts: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The prompts in parts that a server takes at once."""
+    part, size = list[dict[str, Any]](), 0
+    for prompt in prompts:
+        own = len(json.dumps(prompt))
+        if part and (len(part) == PROMPTS or size + own > PROMPT_BYTES):
+            yield part
+            part, size = [], 0
+        part.append(prompt)
+        size += own
+    if part:
+        yield part
 
 
 def sample_parts(sample: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:

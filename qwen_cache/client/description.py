@@ -16,7 +16,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.load import Config
-from qwen_cache.sources.columns import MAX_SIDE
+from qwen_cache.sources.rows import MAX_SIDE
 
 Area = Annotated[int, Field(gt=0, le=1 << 30)]
 Side = Annotated[int, Field(gt=0, le=MAX_SIDE)]
