@@ -10,15 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx2
 import pytest
+from fastapi.routing import iter_route_contexts
 from PIL import Image
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
@@ -26,19 +26,18 @@ from starlette.testclient import TestClient
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.listing import all_settings
 from qwen_cache.settings.load import load_config
-from qwen_cache.ui.access import Access
-from qwen_cache.ui.pages import HERE, PAGES
+from qwen_cache.ui.access import IMAGES, Access
+from qwen_cache.ui.pages import HERE, PAGES, PATHS, STATIC
 from qwen_cache.ui.settings import options_of
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError
 
 from .support.browser import chromium, new_page
 from .support.commands import command
-from .support.ui import ORIGIN, OWN, PORT, TOKEN, enter, opened, running, served
+from .support.ui import ONCE, ORIGIN, OWN, PORT, PROGRAM, TOKEN, enter, opened, running, served, signed
 from .support.waiting import HANG, wait_until
 
 QUEUE, JOBS = "/api/queue/pause", "/api/jobs"
-COOKIE = {"Cookie": OWN["Cookie"]}
 
 
 @pytest.fixture(scope="module")
@@ -61,56 +60,138 @@ def stranger(own: TestClient) -> TestClient:
     return TestClient(own.app, base_url=ORIGIN, raise_server_exceptions=False)
 
 
+def attempt(client: TestClient, headers: dict[str, str]) -> set[int]:
+    """The statuses of requests to read and to change."""
+    requests = ("GET", JOBS), ("POST", QUEUE), ("PUT", JOBS), ("GET", "/nothing"), ("OPTIONS", JOBS)
+    answers = [client.request(*request, headers=headers, content=b"") for request in requests]
+    assert all(set(answer.json()) == {"error", "do"} for answer in answers)
+    return {answer.status_code for answer in answers}
+
+
 @pytest.mark.parametrize(
     "headers",
     [
         {},
-        {"Cookie": f"qwen_cache_ui_{PORT}=wrong"},
-        {"Cookie": f"qwen_cache_ui_{PORT + 1}={TOKEN}"},
+        {"Cookie": f"qwen_cache_ui_{PORT}={TOKEN}; token={TOKEN}"},  # other ports get it too
         {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer"},
+        {"Authorization": f"Bearer {ONCE}"},
         {"Authorization": f"Basic {TOKEN}"},
-        COOKIE | {"Host": "evil.example"},
-        COOKIE | {"Host": f"127.0.0.1.evil.example:{PORT}"},
-        COOKIE | {"Host": "192.168.0.1"},
-        COOKIE | {"Host": "[::2"},
-        COOKIE | {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"},
-        COOKIE | {"Origin": "http://127.0.0.1:3000"},
-        COOKIE | {"Origin": "null"},
-        COOKIE | {"Sec-Fetch-Site": "same-site"},  # another port of this machine, which has the same cookies
-        COOKIE | {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
     ],
     ids=str,
 )
 def test_a_stranger_gets_nothing(stranger: TestClient, headers: dict[str, str]) -> None:
-    for method, path in [("GET", "/"), ("GET", JOBS), ("GET", "/static/api.js"), ("POST", QUEUE), ("PUT", JOBS)]:
-        answer = stranger.request(method, path, headers=headers, content=b"{}" if method == "POST" else None)
-        assert answer.status_code == (403 if headers.get("Cookie") == OWN["Cookie"] else 401)
-        assert set(answer.json()) == {"error", "do"}
+    for own in ({}, {"Origin": ORIGIN, "Referer": f"{ORIGIN}/", "Sec-Fetch-Site": "same-origin"}):
+        assert attempt(stranger, headers | own) == {401}
+    assert stranger.get(f"{JOBS}?token={TOKEN}", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example"},
+        {"Host": f"127.0.0.1.evil.example:{PORT}"},
+        {"Host": "192.168.0.1"},
+        {"Host": "[::2"},
+        {"Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"},
+        {"Origin": "http://127.0.0.1:3000"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "same-site"},  # another port of this machine
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"},
+    ],
+    ids=str,
+)
+def test_pages_of_others_get_nothing(stranger: TestClient, headers: dict[str, str]) -> None:
+    """Even if they knew the token, or a key; a link may lead to the start, but to no page that shows what it names."""
+    assert attempt(stranger, PROGRAM | headers) == {403}
+    image = signed("/api/data/image?source=data&row=0&role=target")
+    for path in ("/data?source=s3%3A%2F%2Fevil", "/?source=x", "/train", "/static/api.js", image):
+        assert stranger.get(path, headers=headers).status_code == 403, path
+    assert stranger.get("/", headers=headers).status_code == (403 if "Host" in headers else 200)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://["},
+        {"Origin": "\xff"},
+        {"Host": "127.0.0.1:x"},
+        {"Host": "http://["},
+        {"Host": ""},
+        {"Authorization": "Bearer \xff"},
+        {"Authorization": "\xff"},
+        {"Sec-Fetch-Site": "\xff"},
+        {"Content-Length": "\xb2"},
+        {"Content-Length": "9" * 5000},
+        {"Content-Length": "-1"},
+    ],
+    ids=lambda headers: str(headers)[:40],
+)
+def test_malformed_headers_are_refused(stranger: TestClient, headers: dict[str, str]) -> None:
+    given = {name: value.encode("latin-1") for name, value in (OWN | headers).items()}
+    for method, path in ("POST", QUEUE), ("POST", "/api/token"), ("PUT", "/data/"):
+        assert 400 <= stranger.request(method, path, headers=given, content=b"{}").status_code < 500, path
     assert not stranger.get(JOBS, headers=OWN).json()["paused"]
 
 
-def test_a_person_without_the_token_gets_a_page(stranger: TestClient) -> None:
-    """Such as in a window that was open before the UI was started again."""
-    page = stranger.get("/data", headers={"Accept": "text/html,*/*"})
+def routes(app: Any) -> Iterator[tuple[str, str]]:
+    """Every method and path of the application, with a value for each part that varies."""
+    for route in iter_route_contexts(app.routes):
+        for method in route.methods or ():
+            yield method, re.sub(r"\{.+?\}", "x", str(route.path))
+
+
+def is_open(method: str, path: str) -> bool:
+    return method == "GET" and (path in PATHS or path.startswith("/static/"))
+
+
+def test_every_route_needs_the_token(stranger: TestClient) -> None:
+    own = {name: value for name, value in OWN.items() if name != "Authorization"}
+    found = list(routes(stranger.app))
+    assert len(found) > 60
+    for method, path in found:
+        if not is_open(method, path):
+            assert stranger.request(method, path, headers=own, content=b"").status_code == 401, path
+
+
+def test_pages_are_the_same_for_everybody(stranger: TestClient, project: Path) -> None:
+    for path in (*PATHS, *(f"/static/{name}" for name in STATIC)):
+        answer = stranger.get(path, headers={"Cookie": "a=b"})
+        assert answer.status_code == 200, path
+        assert project.name not in answer.text
+        assert "set-cookie" not in answer.headers
+    folder = {"name": project.name, "path": str(project.resolve())}
+    assert stranger.get("/api/folder", headers=OWN).json() == folder
+
+
+def test_a_key_opens_one_image(stranger: TestClient) -> None:
+    """What a browser asks for by itself, without the token."""
+    images = [f"/api/data/image?source=none&row={row}" for row in (0, 1)]
+    images += ["/api/train/image?folder=none&path=x", "/api/generate/preview?path=none", "/api/generate/results/x/y"]
+    keys = [signed(path)[: len("/signed/") + 64] for path in images]
+    for key in keys:
+        for path in images:
+            is_its = key == keys[images.index(path)]
+            assert (stranger.get(key + path).status_code != 401) == is_its, path
+            for other in (f"{path}&x", path.replace("api", "ap%69"), path + "/"):
+                assert stranger.get(key + other).status_code == 401
+            assert stranger.post(key + path, content=b"").status_code == 401
+        assert stranger.get(key.replace("signed", "signe%64") + images[0]).status_code == 401
+    for method, path in routes(stranger.app):
+        if method == "GET" and not path.startswith(("/written/", "/api/generate/results/", *IMAGES)):
+            assert stranger.get(signed(path)).status_code == 401, path
+
+
+def test_a_person_without_the_key_gets_a_page(stranger: TestClient) -> None:
+    """Such as in a window with a report, after the UI was started again."""
+    page = stranger.get("/written/runs/out", headers={"Accept": "text/html,*/*"})
     assert (page.status_code, page.headers["content-type"]) == (401, "text/html; charset=utf-8")
     assert "open the address that `qwen-cache ui` printed" in page.text
 
 
-@pytest.mark.parametrize("other", ['a={"b": 1}', "a=b c", '="', "a=\u00e9", "expires", ""])
-def test_cookies_of_other_programs_of_this_machine_are_passed_over(stranger: TestClient, other: str) -> None:
-    """Browsers send them to every port; many hold JSON, which is no well-formed cookie."""
-    cookies = f"{other}; {OWN['Cookie']}; {other}".encode("latin-1")
-    assert stranger.get(JOBS, headers=[(b"cookie", cookies)]).status_code == 200
-    wrong = cookies.replace(TOKEN.encode(), b"wrong")
-    assert stranger.get(JOBS, headers=[(b"cookie", wrong)]).status_code == 401
-
-
-def test_a_change_needs_a_page_of_the_program(stranger: TestClient) -> None:
-    assert stranger.get(JOBS, headers=COOKIE).status_code == 200  # typed into the address line
-    assert stranger.post(QUEUE, headers=COOKIE, content=b"{}").status_code == 403  # no browser omits Origin here
-    assert stranger.post(QUEUE, headers=OWN, content=b"{}").json() == {"paused": True}
-    by_program = {"Authorization": f"Bearer {TOKEN}"}
-    assert stranger.post("/api/queue/resume", headers=by_program, content=b"{}").json() == {"paused": False}
+def test_a_program_needs_the_token_alone(stranger: TestClient) -> None:
+    assert stranger.post(QUEUE, headers=PROGRAM, content=b"{}").json() == {"paused": True}
+    assert stranger.post("/api/queue/resume", headers=PROGRAM, content=b"{}").json() == {"paused": False}
 
 
 def test_bodies_have_a_length_and_a_limit(own: TestClient) -> None:
@@ -122,28 +203,18 @@ def test_bodies_have_a_length_and_a_limit(own: TestClient) -> None:
     assert (huge.status_code, huge.json()["do"]) == (413, "send at most 256000000")
 
 
-def test_the_address_with_the_token_opens_the_pages(stranger: TestClient) -> None:
-    """Also from a page of another origin, such as a terminal in a browser: the next request must be our own page's."""
-    welcome = stranger.get(f"/?token={TOKEN}", headers={"Sec-Fetch-Site": "cross-site"}, follow_redirects=False)
-    assert welcome.status_code == 200
-    assert welcome.headers["set-cookie"] == f"qwen_cache_ui_{PORT}={TOKEN}; HttpOnly; SameSite=Strict; Path=/"
-    assert TOKEN not in welcome.text
-    assert 'content="0; url=/"' in welcome.text
-    for wrong in ("wrong", "", TOKEN + "x"):
-        answer = stranger.get(f"/?token={wrong}", headers=COOKIE)
-        assert "set-cookie" not in answer.headers
-        assert answer.status_code == (200 if wrong == "" else 401)  # an empty one is none
-
-
-def test_the_address_that_a_browser_is_given_opens_the_pages_once() -> None:
+def test_the_token_that_a_browser_is_given_is_exchanged_once() -> None:
     """Other users see it in the list of processes."""
-    client = TestClient(Access(PlainTextResponse("a page"), TOKEN, PORT, "once"), base_url=ORIGIN)
-    welcome = client.get("/?token=once")
-    assert welcome.headers["set-cookie"].startswith(f"qwen_cache_ui_{PORT}={TOKEN};")
-    assert client.get("/").text == "a page"
-    client.cookies.clear()
-    assert client.get("/?token=once").status_code == 401
-    assert client.get(f"/?token={TOKEN}").status_code == 200
+    client = TestClient(Access(PlainTextResponse("a page"), TOKEN, ONCE), base_url=ORIGIN)
+
+    def exchange(token: str) -> Any:
+        answer = client.post("/api/token", headers={"Authorization": f"Bearer {token}"})
+        return answer.json().get("token", answer.status_code)
+
+    assert exchange("wrong") == 401
+    assert [exchange(ONCE), exchange(ONCE)] == [TOKEN, 401]
+    assert [exchange(TOKEN), exchange(TOKEN), exchange("")] == [TOKEN, TOKEN, 401]
+    assert client.get("/api/jobs", headers=PROGRAM).text == "a page"
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -292,8 +363,8 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         assert ui.stdout is not None
         lines = [ui.stdout.readline() for _ in range(3)]
         url = json.loads("".join(lines))["url"]
-        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/\?token=[\w-]{43}", url)
-        address, _, token = url.partition("/?token=")
+        assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", url)
+        address, _, token = url.partition("/#token=")
         answer = httpx2.get(f"{address}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=HANG)
         assert answer.json() == {"paused": False, "jobs": []}
         assert httpx2.get(f"{address}/api/jobs", timeout=HANG).status_code == 401
@@ -312,7 +383,7 @@ def test_many_large_images_take_the_memory_of_one(tmp_path: Path) -> None:
         Image.new("RGB", (8000, 8000), (20 * i, 80, 120)).save(tmp_path / f"data/target_images/{i}.png")
         (tmp_path / f"data/target_images/{i}.txt").write_text("a prompt")
     with running(tmp_path) as (url, pid):
-        address, _, token = url.partition("/?token=")
+        address, _, token = url.partition("/#token=")
 
         def peak(*rows: int) -> int:
             """In kB, after these images were asked for at once."""
@@ -340,7 +411,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert "no such folder" in result.stderr
 
 
-# ---- a browser with the cookie of the UI -----------------------------------------------------------------------------
+# ---- in a browser ----------------------------------------------------------------------------------------------------
 
 ATTACKS = """async (ui) => {
   const load = (name, attributes) => new Promise((done) => {
@@ -354,10 +425,19 @@ ATTACKS = """async (ui) => {
   navigator.sendBeacon(ui + "/api/queue/pause", "{}");
   return [
     await send("/api/jobs", {}),
+    await send("/api/jobs", { headers: { Authorization: "Bearer a-token" } }),
     await send("/api/queue/pause", { method: "POST", mode: "no-cors", body: "{}" }),
     await load("script", { type: "module", src: ui + "/static/api.js" }),
     await load("img", { src: ui + "/static/icon.svg" }),
   ];
+}"""
+STEAL = """async () => {
+  const tabs = new BroadcastChannel("qwen-cache token"), heard = [];
+  tabs.onmessage = ({ data }) => heard.push(JSON.stringify(data));
+  tabs.postMessage({ asks: true });
+  await new Promise((done) => setTimeout(done, 500));
+  const kept = JSON.stringify({ ...localStorage, ...sessionStorage });
+  return [document.cookie, kept, window.name, document.referrer, heard.join()];
 }"""
 REPORT = """<p id="tried"></p><script>
 const tried = [];
@@ -368,36 +448,165 @@ other.onload = () => note("script ")("loaded");
 other.onerror = () => note("script ")("refused");
 document.head.append(other);
 fetch("/api/jobs", { credentials: "include" }).then(() => "sent", () => "refused").then(note("fetch "));
-try { note("cookie ")(document.cookie); } catch { note("cookie ")("refused"); }
+try { note("token ")(sessionStorage.length + document.cookie); } catch { note("token ")("refused"); }
 </script>"""
 
 
-@pytest.mark.slow  # a browser
-def test_other_pages_in_the_browser_reach_nothing(project: Path, tmp_path: Path) -> None:
-    """Those of another port and another name of this machine, and one that came with a run and was opened."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    Thread(target=server.serve_forever, daemon=True).start()
+class Recorder(BaseHTTPRequestHandler):
+    """A program of another port: it keeps all that a browser sends, and lets every page read its answers."""
+
+    got: ClassVar[list[tuple[str, dict[str, str], bytes]]] = []
+
+    def do_GET(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.got.append((self.path, dict(self.headers.items()), body))
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        for name, value in ("Origin", self.headers.get("Origin", "*")), ("Credentials", "true"), ("Headers", "*"):
+            self.send_header(f"Access-Control-Allow-{name}", value)
+        self.end_headers()
+        self.wfile.write(b"<link rel=icon href=data:,>another program")
+
+    do_POST = do_OPTIONS = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def recorder() -> Iterator[int]:
+    """The port of a `Recorder`."""
+    Recorder.got.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Recorder) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+def write_run(project: Path) -> None:
+    """A pair of images to show, and a run whose report attacks."""
     for name, text in ("metrics.jsonl", '{"step": 1}\n'), ("qwen.yaml", "{}"), ("report.html", REPORT):
         (project / "run").mkdir(exist_ok=True)
         (project / "run" / name).write_text(text, encoding="utf-8")
-    (project / ".qwen-ui/inspect").mkdir(parents=True, exist_ok=True)
-    (project / ".qwen-ui/inspect/data.js").write_text("const prompts = 1")
-    with closing(server.socket), served(project) as ui, chromium() as browser:
+    for name, text in ("inspect/data.js", "const prompts = 1"), ("../data/target_images/a.txt", "a prompt"):
+        path = project / ".qwen-ui" / name
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+        path.resolve().write_text(text, encoding="utf-8")
+    for name in "target_images", "control_images":
+        (project / "data" / name).mkdir(exist_ok=True)
+        Image.new("RGB", (32, 32), "teal").save(project / "data" / name / "a.png")
+
+
+@pytest.mark.slow  # a browser
+def test_other_pages_in_the_browser_reach_nothing(project: Path, own: TestClient) -> None:
+    """Those of another port and another name of this machine, and one that came with a run and was opened.
+
+    What the browser sent to the other port is then sent to every route of the UI, as if by its own page.
+    """
+    write_run(project)
+    with recorder() as port, served(project) as ui, chromium() as browser:
         page = new_page(browser)
-        enter(page, ui)
+        enter(page, ui, token=ONCE)
+        assert page.url == f"{ui}/"
+        page.wait_for_selector("#rows img[data-state=there]")
+        image = page.locator("#rows img").first.get_attribute("src")
         for host in "127.0.0.1", "localhost":
+            there = f"http://{host}:{port}/"
             other = page.context.new_page()
-            other.goto(f"http://{host}:{server.server_port}/")
-            assert other.evaluate(ATTACKS, ui) == ["refused"] * 4
+            other.goto(there)
+            assert other.evaluate(ATTACKS, ui) == ["refused"] * 5
+            assert other.evaluate(STEAL) == ["", "{}", "", "", ""]
             other.set_content(f'<form method="post" action="{ui}/api/queue/pause"><button>Win</button></form>')
             other.click("button")
             other.wait_for_url(f"{ui}/api/queue/pause")
             assert '"error"' in other.content()
-        jobs = "async () => (await fetch('/api/jobs')).json()"
-        assert page.evaluate(jobs) == {"paused": False, "jobs": []}
-        report = page.evaluate("async () => (await (await fetch('/api/train/runs')).json()).runs[0].report")
+            page.evaluate(  # what a page of the UI could send there
+                """async (there) => {
+                  document.body.append(Object.assign(new Image(), { src: there }));
+                  document.body.append(Object.assign(document.createElement("a"), { href: there, id: "away" }));
+                  for (const credentials of ["include", "omit"]) await fetch(there, { credentials }).catch(() => {});
+                }""",
+                there,
+            )
+            page.evaluate("document.getElementById('away').click()")
+            page.wait_for_url(there)
+            assert page.evaluate(STEAL) == ["", "{}", "", "", ""]
+            page.evaluate("fetch('/', { credentials: 'include' }).then((answer) => answer.text())")
+            page.go_back()
+            page.wait_for_selector("body[data-folder] #rows img[data-state=there]")
+
+        page.click("nav a[href='/train']")
         with page.context.expect_page() as shown:
-            page.evaluate("(url) => { window.open(url); }", report)
-        tried = shown.value.locator("#tried", has_text=re.compile("cookie.*fetch.*script"))
-        assert tried.text_content() == "cookie refused,fetch refused,script refused"
-        server.shutdown()
+            page.click("text=Report of this run")
+        tried = shown.value.locator("#tried", has_text=re.compile("fetch.*script.*token"))
+        assert tried.text_content() == "fetch refused,script refused,token refused"
+        assert page.context.cookies() == []
+
+        assert len(Recorder.got) >= 6
+        sent = repr(Recorder.got)
+        assert not any(secret in sent for secret in (TOKEN, ONCE, image.split("/")[2]))
+        heads = [{name: value for name, value in head.items() if name != "Host"} for _, head, _ in Recorder.got]
+        as_page = {"Origin": ui, "Referer": f"{ui}/", "Sec-Fetch-Site": "same-origin"}
+        distinct = {json.dumps(head | as_page | {"Connection": "close"}) for head in heads}
+        addresses = [each for each in routes(own.app) if not is_open(*each)]
+        addresses += [("GET", "/" + image.split("/", 3)[3]), ("GET", image.replace("row=0", "row=1"))]
+        with httpx2.Client(base_url=ui, timeout=HANG) as program:
+            for head in map(json.loads, sorted(distinct)):
+                for method, path in addresses:
+                    assert program.request(method, path, headers=head).status_code == 401, path
+            assert program.get(image).headers["content-type"] == "image/jpeg"
+            assert program.get(JOBS, headers=PROGRAM).json() == {"paused": False, "jobs": []}
+
+
+@pytest.mark.slow  # a browser
+def test_windows_get_the_token_from_the_address_or_from_one_another(project: Path) -> None:
+    write_run(project)
+    with chromium() as browser:
+        page = new_page(browser)
+        errors = list[str]()
+        page.context.on("weberror", lambda error: errors.append(str(error.error)))
+        opened_page, asks = "body[data-folder] nav", "#token[open]"
+        with served(project) as ui:
+            enter(page, ui, token=ONCE)
+            page.reload()
+            page.wait_for_selector("#rows img[data-state=there]")
+            page.click("nav a[href='/build']")
+            page.wait_for_selector("[data-page=build][data-folder]")
+            assert page.title() == f"Build · {project.name} · qwen-cache"
+
+            second = page.context.new_page()
+            second.goto(f"{ui}/train#run=run")  # a bookmark, beside another window
+            second.wait_for_selector("#view:not([hidden])")
+            page.close()
+            second.close()
+
+            alone = page.context.new_page()
+            alone.goto(f"{ui}/data?source=data")
+            alone.wait_for_selector(asks)
+            assert "Open the address that qwen-cache ui printed" in alone.inner_text(asks)
+            assert alone.locator(".folder").inner_text().strip() == ""
+            for wrong in (ONCE, f"{ui}/#token={ONCE}", "\u00fc\n"):
+                alone.fill("#address", wrong)
+                alone.press("#address", "Enter")
+                alone.locator("#token-problem", has_text="used up, or of an earlier start").wait_for()
+            alone.keyboard.press("Escape")
+            alone.keyboard.press("Escape")
+            alone.wait_for_selector(asks)
+            alone.fill("#address", f" {ui}/#token={TOKEN} ")
+            alone.press("#address", "Enter")
+            alone.wait_for_selector("#rows img[data-state=there]")
+            assert not alone.locator(asks).count()
+
+        with served(project, ui.removeprefix("http://"), token="another-token"):
+            alone.wait_for_selector(asks)  # its token is of the program before
+            alone.evaluate(f"void (window.sent = import('/static/api.js').then((api) => api.post('{QUEUE}')))")
+            another = alone.context.new_page()
+            another.goto(f"{ui}/queue")
+            another.wait_for_selector(asks)
+            another.evaluate("location.hash = 'token=another-token'")  # the address, opened in a window of the UI
+            another.wait_for_selector(opened_page)
+            alone.wait_for_selector(asks, state="hidden")
+            assert alone.evaluate("window.sent") == {"paused": True}, "what a user does meanwhile is not lost"
+            alone.click("nav a[href='/train']")
+            alone.wait_for_selector(opened_page)
+        assert errors == []

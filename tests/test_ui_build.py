@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.images import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
-from qwen_cache.ui.access import RUNS, written_pages
 from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened
 from qwen_cache.ui.build_command import Form, checked
 from qwen_cache.ui.devices import Device, Found, found
@@ -27,7 +25,7 @@ from .support.browser import chromium, new_page
 from .support.commands import command
 from .support.paths import load_tool
 from .support.serving import running, service_job
-from .support.ui import TOKEN, enter, opened, served
+from .support.ui import PROGRAM, enter, opened, served, signed
 from .support.waiting import wait_until
 
 SETTINGS = """
@@ -218,30 +216,32 @@ def test_caches_outside_are_not_looked_at(own: TestClient, name: str) -> None:
 
 
 def test_a_written_page_is_served_in_a_sandbox(own: TestClient, project: Path) -> None:
-    """It has no cookie: its address has a key, which opens nothing else."""
+    """It has no token: its address has a key, which opens the page and the files beside it, and nothing else."""
     folder = project / ".qwen-ui" / "inspect"
     (folder / "x_files").mkdir(parents=True, exist_ok=True)
-    for name in ("x.html", "x_files/rows-0.js", "x.txt"):
+    (folder / "y_files").mkdir(exist_ok=True)
+    for name in ("x.html", "x_files/rows-0.js", "x.txt", "y.html", "y_files/rows-0.js"):
         (folder / name).write_text("text", encoding="utf-8")
     (project / "secret.html").write_text("secret", encoding="utf-8")
     (folder / "link.html").unlink(missing_ok=True)
     (folder / "link.html").symlink_to(project / "secret.html")
-    pages = own.get("/api/build").json()["pages"]
-    assert re.fullmatch(r"/written/[0-9a-f]{64}/inspect/", pages)
     sandboxed = TestClient(own.app, base_url=str(own.base_url), headers={"Sec-Fetch-Site": "cross-site"})
-    page = sandboxed.get(f"{pages}x.html")
+    page = sandboxed.get(signed("/written/inspect/x.html"))
     assert page.headers["content-security-policy"].startswith("sandbox allow-scripts allow-forms; default-src 'none'")
     assert "allow-same-origin" not in page.headers["content-security-policy"]
     assert page.headers["x-content-type-options"] == "nosniff"
-    assert sandboxed.get(f"{pages}x_files/rows-0.js").text == "text"
-    for name in ("x.txt", "none.html", "link.html", "..%2f..%2fsecret.html", "%2e%2e/%2e%2e/secret.html", "a%00.html"):
-        assert sandboxed.get(pages + name).status_code == 404, name
-    of_runs = written_pages(TOKEN, RUNS)  # known to a page that came with a run, and to whom it tells it
-    for path in (f"{of_runs}../inspect/x.html", of_runs.replace("runs", "inspect") + "x.html"):
-        assert sandboxed.get(path).status_code in (401, 404), path
-    for path in (pages.replace("/written/", "/written/0"), "/written/x/inspect/x.html", "/api/jobs", "/build"):
+    key = signed("/written/inspect/x.html").removesuffix("x.html")
+    assert sandboxed.get(f"{key}x_files/rows-0.js").text == "text"
+    outside = "..%2f..%2fsecret.html", "%2e%2e/%2e%2e/secret.html"
+    for name in ("x.txt", "none.html", "link.html", "a%00.html", *outside):
+        assert sandboxed.get(signed(f"/written/inspect/{name}")).status_code == 404, name
+    for name in ("x_files/..%2fy.html", "x_files/%2e%2e/y.html", "x_files/%2e%2e/y_files/rows-0.js"):
+        assert sandboxed.get(key + name).status_code == 404, name
+    for name in ("y.html", "y_files/rows-0.js", "x_files", "x%5ffiles/rows-0.js", "../runs/out"):
+        assert sandboxed.get(key + name).status_code == 401, name
+    for path in ("/written/inspect/x.html", f"/signed/{64 * '0'}/written/inspect/x.html", "/signed/x", "/api/jobs"):
         assert sandboxed.get(path).status_code == 401, path
-    assert sandboxed.post(f"{pages}x.html", json={}).status_code == 401
+    assert sandboxed.post(f"{key}x.html", json={}).status_code == 401
     assert sandboxed.post("/api/queue/pause", json={}, headers={"Origin": "null"}).status_code == 401
 
 
@@ -348,8 +348,7 @@ def test_a_build_that_is_stopped_and_resumed_is_that_of_the_command(
         for each in (verify, look):
             wait_until(lambda id=each["id"]: has_ended(id))  # type: ignore[misc]
         assert client.get(f"/api/jobs/{verify['id']}/result").json()["document"]["ok"] is True
-        address = client.get("/api/build").json()["pages"] + look["about"]["page"]
-        assert "<title>shards" in client.get(address).text
+        assert "<title>shards" in client.get(f"/written/inspect/{look['about']['page']}").text
     by_hand = command("qwen-cache", *shlex.split(planned["line"])[1:], "--out", "by-hand", cwd=tmp_path)
     assert by_hand.code == 0, by_hand.stderr
     assert open_cache(tmp_path / "by-hand").identity == open_cache(tmp_path / "shards").identity
@@ -386,7 +385,7 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
     with served(project) as address, chromium() as browser:
         page = new_page(browser)
         enter(page, address)
-        page.request.post(f"{address}/api/queue/pause", data={}, headers={"Origin": address})
+        page.request.post(f"{address}/api/queue/pause", data={}, headers=PROGRAM)
         page.goto(f"{address}/build")
         line = page.locator("#command code")
         line.wait_for()
@@ -418,9 +417,8 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         assert page.locator(".job .state").inner_text() == "queued: the queue is paused, see the Queue page"
         assert page.input_value("#source") == "other photos"
 
-        pages = page.request.get(f"{address}/api/build").json()["pages"]
-        about = new_page(browser)  # without a cookie
-        about.goto(f"{address}{pages}large.html")
+        about = new_page(browser)  # without the token
+        about.goto(address + signed("/written/inspect/large.html"))
         about.locator("article:not(.waiting) img").first.wait_for()
         assert about.locator("article").count() == 4
         assert about.evaluate("window.origin") == "null"

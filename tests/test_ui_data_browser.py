@@ -16,7 +16,7 @@ from PIL import Image
 from qwen_cache.sources.detect import read_content
 
 from .support.browser import chromium, new_page
-from .support.ui import TOKEN, served
+from .support.ui import enter, served
 from .support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -86,10 +86,9 @@ def address(project: Path) -> Iterator[str]:
 def opened(browser: Any, address: str, query: str = "", **context: Any) -> Any:
     """The page, with its first rows; every error of its scripts fails the test."""
     page = new_page(browser, **context)
-    page.context.add_cookies([{"name": f"qwen_cache_ui_{address.rpartition(':')[2]}", "value": TOKEN, "url": address}])
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
-    page.goto(f"{address}/data?{query}")
+    enter(page, address, f"/data?{query}")
     page.wait_for_selector(FILLED)
     page.errors = errors
     return page

@@ -73,17 +73,16 @@ def ui_images(page: Any) -> None:
         assert ui.stdout is not None
         url = json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
         page.goto(url)
-        page.wait_for_url("**/")
         page.wait_for_selector("#rows img")
         page.wait_for_load_state("networkidle")
         page.screenshot(path=DOCS / "ui-data.jpg", type="jpeg", quality=80)
-        page.goto(f"{url.partition('/?')[0]}/build")
+        page.goto(f"{url.partition('/#')[0]}/build")
         page.locator("#cache").fill("other")
         page.locator("#plan:enabled").click()
         page.wait_for_selector("#plan-result *", timeout=300_000)
         page.locator("#plan-title").scroll_into_view_if_needed()
         page.locator("#plan-place").screenshot(path=DOCS / "ui-build.jpg", type="jpeg", quality=80)
-        page.goto(f"{url.partition('/?')[0]}/train?folder=out&folder=slower")
+        page.goto(f"{url.partition('/#')[0]}/train?folder=out&folder=slower")
         for name in ("out", "slower"):
             page.locator("#runs tr", has_text=name).get_by_role("checkbox").check()
         page.wait_for_selector("#images img")

@@ -13,14 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from qwen_cache.errors import OutdatedError, QwenCacheError
-from qwen_cache.ui.access import INSPECTED, RUNS, Access, written_pages
+from qwen_cache.ui.access import Access
 from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
 from qwen_cache.ui.generate import routes_of as generate_routes
 from qwen_cache.ui.jobs import Checks, Queue
 from qwen_cache.ui.jobs.routes import routes_of as job_routes
-from qwen_cache.ui.pages import pages_of
+from qwen_cache.ui.pages import PATHS, pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes
 from qwen_cache.ui.train.routes import routes_of as train_routes
 from qwen_cache.ui.workspace import Workspace
@@ -39,9 +39,7 @@ class Json(JSONResponse):
             return json_bytes(content)
 
 
-def make_app(
-    workspace: Workspace, queue: Queue, checks: Checks, token: str, port: int, token_once: str = ""
-) -> FastAPI:
+def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, token_once: str = "") -> FastAPI:
     """The application for an opened folder, whose queue is entered elsewhere."""
     app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Json)
     app.include_router(pages_of(workspace))
@@ -49,11 +47,11 @@ def make_app(
     app.include_router(job_routes(queue))
     app.include_router(device_routes(checks))
     app.include_router(data_routes(workspace, checks))
-    app.include_router(build_routes(workspace, queue, checks, written_pages(token, INSPECTED)))
-    app.include_router(train_routes(workspace, queue, checks, written_pages(token, RUNS)))
+    app.include_router(build_routes(workspace, queue, checks))
+    app.include_router(train_routes(workspace, queue, checks))
     app.include_router(generate_routes(workspace, queue))
     _add_errors(app)
-    app.add_middleware(Access, token=token, port=port, token_once=token_once)
+    app.add_middleware(Access, token=token, token_once=token_once, pages=PATHS)
     return app
 
 

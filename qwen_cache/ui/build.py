@@ -40,23 +40,22 @@ class Named(BaseModel):
     cache: str = ""
 
 
-def routes_of(workspace: Workspace, queue: Queue, checks: Checks, pages: str) -> APIRouter:
-    """The routes; `pages` is the path of the pages about caches."""
+def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
     router = APIRouter()
-    page = BuildPage(workspace, queue, checks, pages)
+    page = BuildPage(workspace, queue, checks)
     for path, handler in (("/api/build", page.start_values), ("/api/build/measured/{id}", page.measured)):
         router.add_api_route(path, handler, methods=["GET"])
     for name in ("command", "plan", "measure", "start", "look", "verify"):
         router.add_api_route(f"/api/build/{name}", getattr(page, name), methods=["POST"])
-    router.add_api_route(f"{pages}{{name:path}}", page.cache_page, methods=["GET"])
+    router.add_api_route("/written/inspect/{name:path}", page.cache_page, methods=["GET"])
     return router
 
 
 class BuildPage:
     """The handlers of an opened folder."""
 
-    def __init__(self, workspace: Workspace, queue: Queue, checks: Checks, pages: str) -> None:
-        self._workspace, self._queue, self._checks, self._pages = workspace, queue, checks, pages
+    def __init__(self, workspace: Workspace, queue: Queue, checks: Checks) -> None:
+        self._workspace, self._queue, self._checks = workspace, queue, checks
 
     def start_values(self) -> dict[str, Any]:
         """The values of qwen.yaml, and the models and caches in the opened folders."""
@@ -66,7 +65,6 @@ class BuildPage:
             "values": {key: values[key] for key in (*OPTIONS, "cache.reuse")},
             "models": [name for name, kind in found if kind == "model"],
             "caches": [name for name, kind in found if kind == "cache"],
-            "pages": self._pages,
         }
 
     def command(self, form: Form) -> dict[str, Any]:

@@ -1,47 +1,48 @@
-"""The pages: a template each, in one layout, with the scripts and styles of `static/`."""
+"""The pages: a template each, in one layout, with the scripts and styles of `static/`.
+
+They are the same for everybody, and open to all. The scripts ask for the folder and its contents with the token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse, HTMLResponse
 
 from qwen_cache.html.page import FOLDER, render
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.version import __version__
 from qwen_cache.web import RefusedError
 
 HERE = Path(__file__).parent
 PAGES = {"data": "Data", "build": "Build", "train": "Train", "generate": "Generate", "queue": "Queue"}
 """The pages by their path, in the order of the work."""
+PATHS = ("/", *(f"/{name}" for name in PAGES))
 STATIC = {"style.css": FOLDER / "style.css"} | {path.name: path for path in (HERE / "static").iterdir()}
 KINDS = {".css": "text/css", ".js": "text/javascript"}
 
 
 def pages_of(workspace: Workspace) -> APIRouter:
-    """The routes of the pages and of their files."""
+    """The routes of the pages and of their files, and of the folder's name."""
     router = APIRouter()
-
-    def add(path: str, name: str) -> None:
-        router.add_api_route(path, page_of(workspace, name), response_class=HTMLResponse)
-
-    add("/", next(iter(PAGES)))
-    for name in PAGES:
-        add(f"/{name}", name)
+    for path, name in zip(PATHS, (next(iter(PAGES)), *PAGES), strict=True):
+        router.add_api_route(path, page_of(name), response_class=HTMLResponse)
     router.add_api_route("/static/{name}", static_file, response_class=FileResponse)
+
+    @router.get("/api/folder")
+    def folder() -> dict[str, str]:
+        """The opened folder."""
+        return {"name": workspace.folder.name or "/", "path": str(workspace.folder)}
+
     return router
 
 
-def page_of(workspace: Workspace, name: str) -> Callable[[], HTMLResponse]:
+def page_of(name: str) -> Callable[[], HTMLResponse]:
     """A handler that renders a page."""
 
     def page() -> HTMLResponse:
-        values: dict[str, Any] = {"title": PAGES[name], "name": name, "pages": PAGES, "version": __version__}
-        folder = {"folder": workspace.folder.name or "/", "path": str(workspace.folder)}
-        return HTMLResponse(render(f"{name}.html.jinja", HERE, **values, **folder))
+        return HTMLResponse(render(f"{name}.html.jinja", HERE, title=PAGES[name], name=name, pages=PAGES))
 
     return page
 

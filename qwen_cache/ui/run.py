@@ -59,7 +59,7 @@ def serve(workspace: Workspace, listener: socket.socket, token: str, token_once:
     os.chdir(workspace.folder)  # as for the commands: paths in settings begin there
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
-        app = make_app(workspace, queue, checks, token, listener.getsockname()[1], token_once)
+        app = make_app(workspace, queue, checks, token, token_once)
         connections, backlog = limits(CONNECTIONS)
         config = uvicorn.Config(
             app,
@@ -85,5 +85,5 @@ class Server(uvicorn.Server):
 
 
 def address(listener: socket.socket, token: str) -> str:
-    """The address to open in a browser."""
-    return f"{address_of(listener)}/?token={token}"
+    """The address to open in a browser; its fragment stays there, in no request and in no `Referer`."""
+    return f"{address_of(listener)}/#token={token}"

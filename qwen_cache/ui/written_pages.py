@@ -1,7 +1,8 @@
 """Pages that commands have written, such as `inspect --html`: served in a sandbox, which has no origin.
 
 Such a page has a policy of its own, which knows its script by its hash. The sandbox keeps it from the routes of this
-program. It sends no cookie either, so these pages, and files beside them, are below a path with a key (`access.py`).
+program and from the token. The key in its address (`access.py`) opens the page and the files beside it: a page that
+came with a run can give its address away.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def written_page(folder: Path, name: str, *, is_alone: bool = False) -> FileResp
     root = folder.resolve()
     try:
         file = (root / name).resolve()
-        is_page = file.is_relative_to(root) and file.suffix in KINDS and file.is_file()
+        is_page = ".." not in Path(name).parts and file.is_relative_to(root) and file.suffix in KINDS and file.is_file()
     except (OSError, ValueError):  # a null byte, too long a name
         is_page = False
     if not is_page:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import signal
@@ -23,9 +24,11 @@ from qwen_cache.web import address_of, open_socket
 
 from .waiting import HANG
 
-PORT, TOKEN = 8078, "a-token"
+PORT, TOKEN, ONCE = 8078, "a-token", "for-one-use"
 ORIGIN = f"http://127.0.0.1:{PORT}"
-OWN = {"Cookie": f"qwen_cache_ui_{PORT}={TOKEN}", "Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}
+PROGRAM = {"Authorization": f"Bearer {TOKEN}"}
+"""The headers of a request by a program."""
+OWN = PROGRAM | {"Origin": ORIGIN, "Sec-Fetch-Site": "same-origin"}
 """The headers of a request by a page of the UI."""
 
 
@@ -34,16 +37,16 @@ def opened(folder: Path, *allowed: Path) -> Iterator[TestClient]:
     """A client with the rights of a page; the queue of the folder runs inside the block."""
     workspace = Workspace.open(folder, allowed)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
-        app = make_app(workspace, queue, checks, TOKEN, PORT)
+        app = make_app(workspace, queue, checks, TOKEN, ONCE)
         yield TestClient(app, base_url=ORIGIN, headers=OWN, raise_server_exceptions=False)
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """The address of a UI that a browser opens with `?token=`; its working directory stays that of the test."""
-    workspace, listener = Workspace.open(folder), open_socket("127.0.0.1:0")
+def served(folder: Path, listen: str = "127.0.0.1:0", token: str = TOKEN) -> Iterator[str]:
+    """The address of a UI that a browser opens with `#token=`; its working directory stays that of the test."""
+    workspace, listener = Workspace.open(folder), open_socket(listen)
     with Queue(workspace.folder) as queue, closing(Checks(workspace.folder)) as checks:
-        app = make_app(workspace, queue, checks, TOKEN, listener.getsockname()[1])
+        app = make_app(workspace, queue, checks, token, ONCE)
         server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", log_config=None))
         thread = Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -69,7 +72,12 @@ def running(folder: Path) -> Iterator[tuple[str, int]]:
         assert ui.wait(HANG) == 0
 
 
-def enter(page: Any, address: str) -> None:
-    """Open the UI with its token, until the page to which the first answer leads is shown."""
-    page.goto(f"{address}/?token={TOKEN}")
-    page.wait_for_url(f"{address}/")
+def enter(page: Any, address: str, path: str = "/", token: str = TOKEN) -> None:
+    """Open a page of the UI with the token, until its scripts have begun."""
+    page.goto(f"{address}{path}#token={token}")
+    page.wait_for_selector("body[data-folder]")
+
+
+def signed(path: str) -> str:
+    """The address with the key that opens a path, as `token.js` makes it."""
+    return f"/signed/{hmac.new(TOKEN.encode(), path.encode(), 'sha256').hexdigest()}{path}"

@@ -1,5 +1,7 @@
 // Requests to the program, errors on the page, and small helpers that every page uses.
 
+import { currentToken, forget, signed } from "./token.js";
+
 export class ApiError extends Error {
   constructor(status, answer) {
     super(answer.error ?? `the program answered ${status}`);
@@ -13,22 +15,38 @@ export class ApiError extends Error {
   }
 }
 
-async function request(path, options) {
-  let response;
+// The answer to a request, which carries the token: sent as soon as this tab has one, and again if the program has another.
+export async function ask(path, options = {}) {
+  for (;;) {
+    const token = await currentToken();
+    const response = await send(path, { ...options, headers: { ...options.headers, Authorization: `Bearer ${token}` } });
+    if (response.ok) return response;
+    if (response.status !== 401) throw new ApiError(response.status, (await json(response)) ?? {});
+    forget(token);
+  }
+}
+
+async function send(path, options) {
   try {
-    response = await fetch(path, { cache: "no-store", ...options });
+    return await fetch(path, { cache: "no-store", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new ApiError(0, { error: "the program does not answer", do: "start `qwen-cache ui` again" });
   }
+}
+
+async function json(response) {
   const text = await response.text();
-  let value;
   try {
-    value = JSON.parse(text);
+    return JSON.parse(text);
   } catch {
-    throw new ApiError(response.status, {});
+    return undefined;
   }
-  if (!response.ok) throw new ApiError(response.status, value);
+}
+
+async function request(path, options) {
+  const response = await ask(path, options), value = await json(response);
+  if (value === undefined) throw new ApiError(response.status, {});
   return value;
 }
 
@@ -39,6 +57,13 @@ export const post = (path, body = {}, options = {}) =>
 
 export const upload = (path, blob, options = {}) =>
   request(path, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body: blob, ...options });
+
+// Show the image at a path of the program; returns its element.
+export function showImage(img, path) {
+  img.dataset.path = path;
+  signed(path).then((address) => { if (img.dataset.path === path) img.src = address; });
+  return img;
+}
 
 // The name under which this browser keeps something for the opened folder.
 export const keptAs = (name) => `qwen-cache ${document.body.dataset.folder} ${name}`;
@@ -89,9 +114,7 @@ export async function act(control, action) {
   }
 }
 
-// Call `look` now and after every pause, while the page is visible. The returned function calls it at once. A program that
-// was started again knows this window no longer: then it is called when the window is shown or used again, as the new
-// address may have been opened beside it.
+// Call `look` now and after every pause, while the page is visible. The returned function calls it at once.
 export function poll(look, pause = 1000) {
   let timer, running = false, again = false, isLost = false;
   async function now() {
@@ -103,15 +126,13 @@ export function poll(look, pause = 1000) {
       if (isLost) { clearError(); isLost = false; }
     } catch (error) {
       showError(error);
-      isLost = error.status === 0 || error.status === 401;
-      if (error.status === 401) { running = again = false; return; }
+      isLost = error.status === 0;
     }
     running = false;
     timer = setTimeout(now, again ? 0 : document.hidden ? 10 * pause : pause);
     again = false;
   }
   document.addEventListener("visibilitychange", () => { if (!document.hidden) now(); });
-  window.addEventListener("focus", () => { if (isLost) now(); });
   now();
   return now;
 }

@@ -5,6 +5,7 @@ import { isActive, JobCards, setText } from "./build_jobs.js";
 import { showPlan } from "./build_plan.js";
 import { deviceList, deviceSelect } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
+import { signed } from "./token.js";
 
 const at = (id) => document.getElementById(id);
 const KEEP = keptAs("build"), PAUSE = 300; // milliseconds without a key, before the command is asked for
@@ -179,8 +180,10 @@ function buildLinks(job, card) {
 }
 
 async function cacheLinks(job, card) {
-  if (job.kind === "inspect" && job.state === "done" && job.is_own && !card.extra.firstChild) { // a page that came with the folder knows no key
-    card.extra.append(element("p", {}, element("a", { href: base.pages + job.about.page, target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`)));
+  if (job.kind === "inspect" && job.state === "done" && job.is_own && !card.extra.firstChild) { // no page that came with the folder
+    const link = element("a", { target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`);
+    card.extra.append(element("p", {}, link));
+    link.href = await signed(`/written/inspect/${job.about.page}`);
   }
   if (job.kind === "verify" && ["done", "failed"].includes(job.state) && !card.extra.firstChild) {
     card.extra.append(element("p", {}, "…"));
@@ -229,9 +232,9 @@ async function begin(name, cache) {
 let now = () => {};
 
 async function open() {
-  const { values, models, caches, pages } = await get("/api/build");
+  const { values, models, caches } = await get("/api/build");
   base = {
-    ...Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, values[key] ?? ""])), pages,
+    ...Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, values[key] ?? ""])),
     vae_device: values["cache.vae_device"], text_device: values["cache.text_device"], reuse: values["cache.reuse"],
     at: "", mode: "new", watch: 10, rehash: false,
   };

@@ -1,7 +1,7 @@
 // A row in a dialog: its images side by side, its prompts and its mask. Text that is not saved is kept in `page.drafts`
 // by the row's name until it is saved or taken back, whatever is opened, scrolled or loaded meanwhile.
 
-import { act, announce, element, get, post, upload } from "./api.js";
+import { act, announce, ask, element, get, post, showImage, upload } from "./api.js";
 import { MaskPainter, inflated } from "./data_mask.js";
 import { imageAddress, roleName } from "./data_thumbnails.js";
 
@@ -220,17 +220,17 @@ export class RowEditor {
   shot(value, image, mask) {
     const { page } = this, isTarget = image.role === "target";
     const name = roleName(image.role);
-    const img = element("img", { alt: `${name} of ${value.name}`, src: imageAddress(page.source, value.row, image.role, "whole", image.v) });
+    const img = showImage(element("img", { alt: `${name} of ${value.name}` }), imageAddress(page.source, value.row, image.role, "whole", image.v));
     const caption = element("figcaption", {}, element("b", {}, name), element("span", { class: "size" }));
     const place = element("div", { class: "image" }, img);
-    img.addEventListener("error", () => get(img.src).catch((error) => {
+    img.addEventListener("error", () => get(img.dataset.path).catch((error) => {
       if (error.status) place.replaceChildren(element("div", { class: "error" }, ...error.lines.map((line) => element("p", {}, line)),
         error.do ? element("p", {}, `→ ${error.do}`) : null));
     }), { once: true });
     const figure = element("figure", { "data-role": image.role }, caption, place);
     if (!isTarget) return figure;
     if (mask) {
-      const over = element("img", { class: "overlay", alt: "its mask", src: imageAddress(page.source, value.row, "mask", "overlay", mask.v) });
+      const over = showImage(element("img", { class: "overlay", alt: "its mask" }), imageAddress(page.source, value.row, "mask", "overlay", mask.v));
       over.addEventListener("error", () => over.remove(), { once: true });
       over.style.opacity = this.opacity;
       place.append(over);
@@ -266,8 +266,7 @@ export class RowEditor {
 
   async paint() {
     const { value, page } = this, query = new URLSearchParams({ source: page.source, row: value.row });
-    const response = await fetch(`/api/data/mask?${query}`, { cache: "no-store" });
-    if (!response.ok) { const answer = await response.json(); throw Object.assign(new Error(answer.error), { do: answer.do }); }
+    const response = await ask(`/api/data/mask?${query}`);
     const about = JSON.parse(response.headers.get("X-About"));
     const values = await inflated(new Uint8Array(await response.arrayBuffer()));
     if (this.value !== value && this.value?.name !== value.name) return;

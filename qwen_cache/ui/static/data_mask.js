@@ -2,7 +2,7 @@
 // Grey values stay where nothing is painted. What is shown is a canvas in one colour over the image; the values
 // themselves never come from a canvas, since browsers may change what they read from one.
 
-import { act, announce, element } from "./api.js";
+import { act, announce, element, showImage } from "./api.js";
 
 const MOST_SHOWN = 16e6;  // pixels of a canvas: the limit of phones
 const MOST_UNDO = 3e8;  // bytes of what can be undone
@@ -36,7 +36,7 @@ export class MaskPainter {
   build(backgrounds) {
     this.canvas = element("canvas", { width: Math.ceil(this.width / this.scale), height: Math.ceil(this.height / this.scale), "aria-hidden": "true" });
     this.context = this.canvas.getContext("2d");
-    this.image = element("img", { alt: "", src: backgrounds.at(-1).address, draggable: "false" });
+    this.image = showImage(element("img", { alt: "", draggable: "false" }), backgrounds.at(-1).address);
     this.cursor = element("div", { class: "cursor", "aria-hidden": "true" });
     this.stage = element("div", {
       class: "stage", tabindex: "0", role: "application", "aria-describedby": "mask-keys",
@@ -60,7 +60,7 @@ export class MaskPainter {
     this.redoButton = button("Redo", () => this.redo(), { disabled: true });
     this.saveButton = button("Save the mask", () => act(this.saveButton, () => this.save()), { class: "primary" });
     this.state = element("span", { class: "muted", role: "status" });
-    const choice = element("select", { onchange: (event) => { this.image.src = event.target.value; } },
+    const choice = element("select", { onchange: (event) => { showImage(this.image, event.target.value); } },
       ...backgrounds.map(({ label, address }, i) => element("option", { value: address, selected: i === backgrounds.length - 1 }, label)));
     this.element = element("div", { class: "painter" },
       element("div", { class: "row", role: "group", "aria-label": "Brush" }, ...this.tools.values(), size,

@@ -1,6 +1,6 @@
 // Thumbnails of rows: few requests at a time, the latest first, and none for what has been scrolled past.
 
-import { element } from "./api.js";
+import { element, showImage } from "./api.js";
 
 const AT_ONCE = 4;  // of the six requests that a browser makes to one program: rows must not wait for images
 const waiting = new Set(), loading = new Set();
@@ -19,9 +19,9 @@ export function thumbnail() {
 }
 
 export function want(img, address) {
-  if (img.dataset.address === address) return;
+  if (img.dataset.path === address) return;
   drop(img);
-  img.dataset.address = address;
+  img.dataset.path = address;
   waiting.add(img);
   next();
 }
@@ -30,7 +30,7 @@ export function drop(img) {
   waiting.delete(img);
   loading.delete(img);
   img.removeAttribute("src");
-  delete img.dataset.address;
+  delete img.dataset.path;
   delete img.dataset.state;
   next();
 }
@@ -46,6 +46,6 @@ function next() {
     const img = [...waiting].at(-1);
     waiting.delete(img);
     loading.add(img);
-    img.src = img.dataset.address;
+    showImage(img, img.dataset.path);
   }
 }

@@ -1,6 +1,6 @@
 // The Generate page: the wish of the user as a command, and the images that it has written.
 
-import { act, announce, clearError, commandLine, element, get, keptAs, poll, post, showError, upload } from "./api.js";
+import { act, announce, ask, clearError, commandLine, element, get, keptAs, poll, post, showError, showImage, upload } from "./api.js";
 import { deviceSelect } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
 
@@ -85,9 +85,11 @@ async function showCommand() {
   }
 }
 
+const preview = (path) => `/api/generate/preview?path=${encodeURIComponent(path)}`;
+
 function showImages() {
   at("chosen").replaceChildren(...images.map((path, i) => element("li", {},
-    element("img", { src: `/api/generate/preview?path=${encodeURIComponent(path)}`, alt: `control ${i + 1}` }), path,
+    showImage(element("img", { alt: `control ${i + 1}` }), preview(path)), path,
     element("button", { type: "button", class: "quiet", "aria-label": `Remove ${path}`, onclick: () => { images.splice(i, 1); showImages(); changed(); at("from-folder").focus(); } }, "Remove"))));
 }
 
@@ -100,9 +102,7 @@ function addImage(path) {
 at("add").addEventListener("click", () => act(at("add"), async () => {
   const path = at("from-folder").value.trim();
   if (!path) return;
-  await fetch(`/api/generate/preview?path=${encodeURIComponent(path)}`).then(async (answer) => {
-    if (!answer.ok) throw Object.assign(new Error((await answer.json()).error), { do: "name an image of the folder, or upload one" });
-  });
+  await ask(preview(path)).catch((error) => { throw Object.assign(error, { do: "name an image of the folder, or upload one" }); });
   addImage(path);
   at("from-folder").value = "";
 }));
@@ -174,7 +174,7 @@ const caption = (values) => Object.entries(values).map(([name, value]) => `${AXE
 
 function view(image, prompt) {
   at("viewer-title").textContent = caption(image.values) || prompt;
-  at("viewed").replaceChildren(element("img", { src: image.url, alt: `${prompt} ${caption(image.values)}` }));
+  at("viewed").replaceChildren(showImage(element("img", { alt: `${prompt} ${caption(image.values)}` }), image.url));
   at("viewer").showModal();
 }
 
@@ -187,7 +187,7 @@ function flip(job) {
     oninput: () => { choose(Number(slider.value)); },
   });
   function choose(i) {
-    image.src = job.images[i].url;
+    showImage(image, job.images[i].url);
     label.textContent = `strength ${job.images[i].values.lora_weight}`;
     slider.setAttribute("aria-valuetext", label.textContent);
   }
@@ -199,7 +199,7 @@ function strip(job) {
   const columns = job.about.grid.length === 2 ? job.about.grid[0].values.split(",").length : 0;
   const made = element("div", { class: columns ? "strip two" : "strip" }, ...job.images.map((image) => element("figure", {},
     element("button", { type: "button", onclick: () => view(image, job.about.prompt) },
-      element("img", { src: image.url, alt: caption(image.values) || job.about.prompt, loading: "lazy" })),
+      showImage(element("img", { alt: caption(image.values) || job.about.prompt, loading: "lazy" }), image.url)),
     element("figcaption", {}, caption(image.values)))));
   if (columns) made.style.gridTemplateColumns = `repeat(${columns}, minmax(7rem, 1fr))`;
   return made;

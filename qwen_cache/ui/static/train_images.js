@@ -1,6 +1,6 @@
 // The images that runs have generated: of one run by sample and step, of several the same prompt by run and step.
 
-import { element, get, plural } from "./api.js";
+import { element, get, plural, showImage } from "./api.js";
 
 const at = (id) => document.getElementById(id);
 const NOT_YET = "No images yet. Set validation.prompts or validation.num_images, and validation.vae_device to decode them during training.";
@@ -75,7 +75,7 @@ export class Images {
   }
 
   button(folder, image, alt) {
-    const small = element("img", { src: address(folder, image, 640), alt, width: image.size[0] || null, height: image.size[1] || null, loading: "lazy", decoding: "async" });
+    const small = showImage(element("img", { alt, width: image.size[0] || null, height: image.size[1] || null, loading: "lazy", decoding: "async" }), address(folder, image, 640));
     small.addEventListener("error", () => small.replaceWith(element("span", { class: "problem" }, `${image.path} cannot be read`)), { once: true });
     return element("button", { type: "button" }, small);
   }
@@ -106,7 +106,7 @@ export class Images {
     if (!strip?.[index]) return;
     Object.assign(this, { strip, index });
     const { image, caption, folder, sample } = strip[index], dialog = at("enlarged"), whole = dialog.querySelector("img");
-    whole.src = address(folder, image, 0);
+    showImage(whole, address(folder, image, 0));
     whole.alt = `${sample.prompt || sample.name}, ${caption}`;
     at("enlarged-title").textContent = `${sample.prompt || sample.name}: ${caption}`;
     if (!dialog.open) dialog.showModal();

@@ -1,6 +1,7 @@
 // One run: its state and progress, and what can be done with it, with what each button does in words.
 
 import { act, announce, commandLine, element, post, time } from "./api.js";
+import { signed } from "./token.js";
 
 const say = (node, text) => { if (node.textContent !== text) node.textContent = text; };
 
@@ -69,7 +70,7 @@ export class RunPanel {
     this.showActions(can, decoding, waiting);
     const link = this.report.querySelector("a");
     this.report.hidden = !run?.report;
-    if (run?.report && link.getAttribute("href") !== run.report) link.setAttribute("href", run.report);
+    if (run?.report) signed(run.report).then((address) => { if (link.getAttribute("href") !== address) link.setAttribute("href", address); });
   }
 
   facts() {

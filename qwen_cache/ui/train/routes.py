@@ -29,6 +29,7 @@ from qwen_cache.web import RefusedError
 KIND = "train"
 DECODE = "decode"
 ENCODE = "build"
+REPORTS = "/written/runs/"
 KEPT_RUNS = 32  # whose metrics stay in memory, at 16 bytes a value
 MOST_COMPARED = 12
 HEAVIEST = 0.99999
@@ -63,12 +64,11 @@ class MetricsFiles:
         return file
 
 
-def routes_of(workspace: Workspace, queue: Queue, checks: Checks, pages: str) -> APIRouter:
-    """The routes; `pages` is the path of the pages that runs have written."""
+def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
     router = APIRouter()
     _add_form(router, workspace, checks)
     _add_jobs(router, workspace, queue)
-    _add_runs(router, workspace, pages)
+    _add_runs(router, workspace)
     _add_images(router, workspace)
     return router
 
@@ -192,14 +192,14 @@ def _earlier(jobs: Sequence[Job], workspace: Workspace, name: str) -> Job | None
 # ---- what runs have written ------------------------------------------------------------------------------------------
 
 
-def _add_runs(router: APIRouter, workspace: Workspace, pages: str) -> None:
+def _add_runs(router: APIRouter, workspace: Workspace) -> None:
     files = MetricsFiles()
 
     def about(run: Path) -> dict[str, Any]:
         shown = folders.about(workspace, run)
-        return shown | {"report": f"{pages}{quote(shown['folder'])}" if (run / folders.REPORT).is_file() else ""}
+        return shown | {"report": f"{REPORTS}{quote(shown['folder'])}" if (run / folders.REPORT).is_file() else ""}
 
-    @router.get(f"{pages}{{name:path}}")
+    @router.get(f"{REPORTS}{{name:path}}")
     def report(name: str) -> Response:
         """The page that a run has written."""
         return written_page(folders.run_at(workspace, name), folders.REPORT, is_alone=True)
