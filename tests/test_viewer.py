@@ -27,10 +27,26 @@ from .support.paths import ROOT
 from .support.server import Server, serving
 from .support.waiting import HANG
 
-pytestmark = pytest.mark.slow
-
 VIEWER = ROOT / "schemas" / "viewer.html"
 CDN = "https://cdn.jsdelivr.net/npm/"
+
+
+def import_map() -> dict[str, dict[str, str]]:
+    (text,) = re.findall(r'<script type="importmap">(.*?)</script>', VIEWER.read_text(encoding="utf-8"), re.DOTALL)
+    found: dict[str, dict[str, str]] = json.loads(text)
+    return found
+
+
+def test_every_file_from_the_network_has_an_exact_version_and_a_hash() -> None:
+    """Those of the import map are all that the page fetches from elsewhere."""
+    libraries, hashes = import_map()["imports"], import_map()["integrity"]
+    assert set(libraries.values()) <= hashes.keys()
+    for address, hash_ in hashes.items():
+        assert re.fullmatch(rf"{re.escape(CDN)}[\w-]+@\d+\.\d+\.\d+/(?!\+esm)[\w/-]+\.m?js", address)
+        assert re.fullmatch(r"sha384-[\w+/]{64}", hash_)
+    page = VIEWER.read_text(encoding="utf-8")
+    examples = {"https://bucket.example/shards"}
+    assert set(re.findall(r"https?://[^\s\"'`<)]+", page)) - examples == hashes.keys()
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +73,13 @@ def browser() -> Iterator[Any]:
 
 
 @contextmanager
-def viewed(browser: Any, packages: Path, folder: Path, width: int = 1200) -> Iterator[tuple[Any, Server]]:
-    """The viewer beside a dataset, and the server; it writes nothing to the console."""
+def viewed(
+    browser: Any, packages: Path, folder: Path, width: int = 1200, changed: str = ""
+) -> Iterator[tuple[Any, Server]]:
+    """The viewer beside a dataset, and the server; it writes nothing to the console.
+
+    The CDN has other bytes for the file `changed`, which works as well as the right one.
+    """
     shutil.copy(VIEWER, folder)
     page, console = new_page(browser, viewport={"width": width, "height": 900}), list[str]()
     page.on("console", lambda message: console.append(message.text))
@@ -66,7 +87,8 @@ def viewed(browser: Any, packages: Path, folder: Path, width: int = 1200) -> Ite
 
     def answer(route: Any) -> None:
         name, _, path = route.request.url.removeprefix(CDN).partition("/")
-        body = (packages / name / "package" / path).read_bytes()
+        assert route.request.url in import_map()["integrity"], "this file is loaded unchecked"
+        body = (packages / name / "package" / path).read_bytes() + b"\n" * (path == changed)
         route.fulfill(body=body, content_type="text/javascript", headers={"Access-Control-Allow-Origin": "*"})
 
     page.route(f"{CDN}**", answer)
@@ -74,9 +96,15 @@ def viewed(browser: Any, packages: Path, folder: Path, width: int = 1200) -> Ite
         page.goto(f"{server.url}/viewer.html")
         yield page, server
     page.context.close()
-    assert console == []
+    if changed:
+        assert len(console) == 1
+        assert changed in console[0]
+        assert "integrity" in console[0]
+    else:
+        assert console == []
 
 
+@pytest.mark.slow
 def test_samples_their_thumbnails_and_a_search(
     browser: Any, packages: Path, built: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -104,6 +132,7 @@ def test_samples_their_thumbnails_and_a_search(
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is cut off on a phone"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_scroll(browser: Any, packages: Path, tmp_path: Path) -> None:
     folder = write_large(tmp_path / "shards", 100_001)
     with viewed(browser, packages, folder) as (page, _):
@@ -119,12 +148,26 @@ def test_a_hundred_thousand_rows_scroll(browser: Any, packages: Path, tmp_path: 
         assert page.locator("#count").text_content() == "1 sample"
 
 
+@pytest.mark.slow
 def test_what_is_no_dataset_is_said(browser: Any, packages: Path, tmp_path: Path) -> None:
     (tmp_path / "cache.json").write_text(json.dumps({"format_version": 9}), encoding="utf-8")
     with viewed(browser, packages, tmp_path) as (page, _):
         page.wait_for_function("document.getElementById('message').textContent.includes('version 9 is not known')")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("changed", ["src/index.js", "src/thrift.js", "esm/index.mjs"])
+def test_a_library_with_other_bytes_is_not_run(browser: Any, packages: Path, tmp_path: Path, changed: str) -> None:
+    folder = write_large(tmp_path / "shards", 3)
+    with viewed(browser, packages, folder, changed=changed) as (page, _):
+        page.wait_for_function(
+            "document.getElementById('message').textContent === 'A library could not be loaded, or is not the one that "
+            "this page was written for: see the console of the browser.'"
+        )
+        assert page.locator("li").count() == 0
+
+
+@pytest.mark.slow
 def test_names_and_prompts_are_text(browser: Any, packages: Path, tmp_path: Path) -> None:
     folder = write_large(tmp_path / "shards", 3, prompts=("<img src=x onerror=alert({})>",))
     with viewed(browser, packages, folder) as (page, _):
@@ -133,6 +176,7 @@ def test_names_and_prompts_are_text(browser: Any, packages: Path, tmp_path: Path
         assert page.locator("img").count() == 0
 
 
+@pytest.mark.slow
 def test_the_lines_of_the_specification_fetch_a_thumbnail(
     packages: Path, built: Callable[..., Path], tmp_path: Path
 ) -> None:
