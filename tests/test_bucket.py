@@ -21,6 +21,7 @@ import pytest
 import s3fs
 
 from qwen_cache import open_cache
+from qwen_cache.cli import gc as cli_gc
 from qwen_cache.format import directory
 from qwen_cache.format import remote as format_remote
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
@@ -436,6 +437,76 @@ def test_gc_spares_what_a_build_may_be_at_work_on(
     assert len(files(url)) == len([*shards, *parts])
     assert "spared" not in run("qwen-cache", "gc", url).stderr
     assert files(url) == {}
+
+
+def test_gc_during_a_commit_is_noticed(
+    url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a grace period it may remove shards between the last look of a builder and its swap: that build fails.
+
+    The next one encodes what is missing.
+    """
+    model, write, removed = tiny_model("edit-plus"), s3_store._write_over, []
+
+    def late(target: Url, *arguments: Any) -> bool:
+        if not removed and str(target).endswith(MANIFEST_NAME):
+            removed.append(json.loads(run("qwen-cache", "gc", url, "--grace-hours", "0", "--json").stdout))
+        return write(target, *arguments)
+
+    monkeypatch.setattr(s3_store, "_write_over", late)
+    result = build(pairs, url, model)
+    assert len([name for name in removed[0]["files"] if name.endswith(".tar")]) == 4
+    refused(
+        result,
+        "4 shards were removed while this build committed them (found no such file)",
+        "→ run the same command again: it encodes their samples again. `gc --grace-hours 0` is for a cache that nobody "
+        "writes to",
+    )
+    assert json.loads(build(pairs, url, model, "--json").stdout)["encoded"] == 4
+    assert build(pairs, tmp_path / "expected", model).code == 0
+    assert content(url) == content(tmp_path / "expected")
+    assert f"index-{open_cache(url).manifest.index.xxh3_128}.parquet" in files(url)
+    valid(url)
+
+
+@pytest.mark.parametrize("moment", ["before it looks again", "after"])
+def test_gc_spares_what_is_committed_meanwhile(
+    moment: str,
+    url: str,
+    pairs: Path,
+    tiny_model: Any,
+    fast: list[FakeLanes],
+    requests: Requests,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Or says so, if it is too late: one of the two is told of every loss."""
+    model, committed = tiny_model("edit-plus"), []
+    requests.last = 11  # before the index
+    assert build(pairs, url, model).code == 2
+    requests.reset()
+    place = (cli_gc, "remove_garbage") if moment == "before it looks again" else (s3_store.S3Store, "delete")
+    original = getattr(*place)
+
+    def overtaken(*arguments: Any) -> Any:
+        if not committed:
+            committed.append(None)
+            committed[0] = build(pairs, url, model)
+        return original(*arguments)
+
+    monkeypatch.setattr(*place, overtaken)
+    result = run("qwen-cache", "gc", url, "--grace-hours", "0")
+    assert committed[0].code == 0, committed[0].stderr
+    if moment == "before it looks again":
+        assert result.code == 0, result.stderr
+    else:
+        refused(
+            result,
+            "files were removed that a build has committed meanwhile (found 4, such as ",
+            "→ run that build again: it encodes their samples again. `gc --grace-hours 0` is for a cache that nobody "
+            "writes to",
+        )
+        assert json.loads(build(pairs, url, model, "--json").stdout)["encoded"] == 4
+    valid(url)
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -32,9 +32,8 @@ def run_gc(cache: str, *, grace_hours: float | None, dry_run: bool, as_json: boo
     spared: Mapping[str, int] = {}
     if isinstance(folder, Url):
         found = find_garbage(folder, hours * 3600)
-        sizes, spared = {str(folder / path): size for path, size in found.files.items()}, found.spared
-        if not dry_run:
-            remove_garbage(folder, found.files)
+        paths, spared = found.files if dry_run else remove_garbage(folder, found.files), found.spared
+        sizes = {str(folder / path): found.files[path] for path in paths}
     else:
         sizes = {str(path): size for path, size in collect_garbage(folder, dry_run=dry_run).items()}
     total = sum(sizes.values())

@@ -33,6 +33,7 @@ UPLOADS = 2  # shards at a time: one alone may wait for its last bytes while the
 WAITING = 2  # sealed shards that wait for their upload before the encoders do
 STAGED = UPLOADS + WAITING + 1  # shards on this disk at most: one more is being written
 READERS = 16  # parts read at a time
+ENCODED_AGAIN = "it encodes their samples again. `gc --grace-hours 0` is for a cache that nobody writes to"
 
 Stored = tuple[Shard, list[Entry]]
 """A shard and its samples, in the order of the archive."""
@@ -198,7 +199,8 @@ class Uploads:
 def commit(folder: Url, manifest: Manifest, index: bytes, replaces: Manifest) -> None:
     """Make `manifest` and its index the dataset, if that is still `replaces`; all shards must be there.
 
-    Raises ConflictError if another build has committed meanwhile, ShardError if a shard is missing.
+    Raises ConflictError if another build has committed meanwhile, ShardError if a shard is missing, before the swap or
+    after it: `gc` without a grace period may remove what nobody has committed yet.
     """
     store, here, url = store_of(folder), store_of(folder).listing(folder), folder / MANIFEST_NAME
     old = url.read_bytes() if MANIFEST_NAME in here.files else None
@@ -207,9 +209,17 @@ def commit(folder: Url, manifest: Manifest, index: bytes, replaces: Manifest) ->
         found = parse_manifest(old, str(url)) if old else Manifest.empty(replaces.format_version)
         if found != replaces:
             raise conflict(folder)
-        _check_shards(folder, manifest, here)
+        for shard, is_there in _lost(manifest, here):
+            what, do = "a shard of this build is missing", "run the same command again: it encodes its samples again"
+            raise ShardError(what, where=folder / shard.name, expected=f"{shard.bytes} bytes", found=is_there, do=do)
     if not store.swap(url, old, data, {folder / index_name(manifest): index}, {folder / INDEX_NAME: index}):
         raise conflict(folder)
+    here = store.listing(folder)
+    if index_name(manifest) not in here.files:
+        store.put(folder / index_name(manifest), index)
+    if lost := _lost(manifest, here):
+        what = f"{len(lost)} shards were removed while this build committed them"
+        raise ShardError(what, where=folder, found=lost[0][1], do=f"run the same command again: {ENCODED_AGAIN}")
 
 
 def finish_commit(folder: Url) -> None:
@@ -235,13 +245,12 @@ def conflict(folder: Path | Url) -> ConflictError:
     )
 
 
-def _check_shards(folder: Url, manifest: Manifest, here: Listing) -> None:
-    for shard in manifest.shards:
-        file = here.files.get(shard.name)
-        if file is None or file.size != shard.bytes:
-            found = "no such file" if file is None else f"{file.size} bytes"
-            what, do = "a shard of this build is missing", "run the same command again: it encodes its samples again"
-            raise ShardError(what, where=folder / shard.name, expected=f"{shard.bytes} bytes", found=found, do=do)
+def _lost(manifest: Manifest, here: Listing) -> list[tuple[Shard, str]]:
+    """The shards that are not there whole, each with what is there in its place."""
+    sizes = [(shard, here.files[shard.name].size if shard.name in here.files else None) for shard in manifest.shards]
+    return [
+        (shard, "no such file" if size is None else f"{size} bytes") for shard, size in sizes if size != shard.bytes
+    ]
 
 
 # ---- gc --------------------------------------------------------------------------------------------------------------
@@ -288,6 +297,16 @@ def _is_ours(path: str) -> bool:
     return SHARD_PATTERN.fullmatch(path) is not None or _is_index(path) or path.startswith(f"{STAGING}/")
 
 
-def remove_garbage(folder: Url, paths: Iterable[str]) -> None:
-    """Remove files that `find_garbage` found."""
-    store_of(folder).delete([folder / path for path in paths])
+def remove_garbage(folder: Url, paths: Iterable[str]) -> list[str]:
+    """Remove files that `find_garbage` found, except those that a build has committed since; returns their paths.
+
+    Raises ShardError for what a build committed just before it was removed: the build may have looked too early to
+    notice.
+    """
+    needed = _needed(folder)
+    removed = [path for path in paths if path not in needed]
+    store_of(folder).delete([folder / path for path in removed])
+    if lost := sorted(_needed(folder).intersection(removed)):
+        what, found = "files were removed that a build has committed meanwhile", f"{len(lost)}, such as {lost[0]}"
+        raise ShardError(what, where=folder, found=found, do=f"run that build again: {ENCODED_AGAIN}")
+    return removed
