@@ -24,7 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.format import directory
-from qwen_cache.format.shard import ShardWriter
+from qwen_cache.format.shard import ShardWriter, recover
 
 from .support.caches import SMALL, build, contents, plan
 from .support.commands import Result, command, run
@@ -207,10 +207,10 @@ def test_shards_are_closed_at_their_size_and_only_those_that_change_are_written_
 # ---- stopping --------------------------------------------------------------------------------------------------------
 
 
-def crashing_build(source: Path, out: Path, model: Path, count: int, *options: str) -> bool:
+def crashing_build(source: Path, out: Path, model: Path, count: int, *options: str, of_shards: bool = False) -> bool:
     """Whether the build died."""
     with pytest.MonkeyPatch.context() as patch:
-        crash_after(count, patch)
+        crash_after(count, patch, of_shards=of_shards)
         try:
             result = build(source, out, model, *options)
         except Crash:
@@ -276,9 +276,68 @@ def test_a_later_build_that_dies_anywhere_leaves_the_old_dataset_or_the_new(
     assert count > 20
 
 
+def places_in(shard: Path) -> dict[str, int]:
+    """A byte of each region of what a kill left, outside of the values that have a hash of their own."""
+    data = memoryview(shard.read_bytes())
+    first, *_ = entries = recover(data, 2)
+    second_member = first.offset + 512 + -(-len(first.meta.to_bytes(2)) // 512) * 512
+    end = entries[-1].offset + entries[-1].length
+    stored = sum(spec.stored_bytes for spec in first.meta.tensors.values())
+    return {
+        "the name in a tar header": first.offset + 3,
+        "the end of the checksum in a tar header": first.offset + 155,
+        "the space of a tar header": first.offset + 511,
+        "the metadata": first.offset + 512 + first.meta.to_bytes(2).index(b"prompt") + 12,
+        "the padding after the metadata": second_member - 1,
+        "the checksum of the second tar header": second_member + 155,
+        "the length of the safetensors header": second_member + 512,
+        "the safetensors header": second_member + 520,
+        "the spaces after the safetensors header": first.data - 1,
+        "a tensor": first.data,
+        "the padding after the tensors": first.data + stored,
+        "the padding of the last whole sample": end - 1,
+        "the torn end": end + 155,
+    }
+
+
+def test_a_bit_that_flips_in_what_a_kill_left_changes_nothing(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """Wherever it is: the shards are, byte for byte, those of an undisturbed build."""
+    assert crashing_build(pairs, tmp_path / "killed", model, 7, of_shards=True)  # two are whole, the third is torn
+    assert build(pairs, tmp_path / "whole", model).code == 0
+    (left,) = (tmp_path / "killed").rglob("open.tar")
+    data, whole = left.read_bytes(), contents(tmp_path / "whole")
+    for place, position in places_in(left).items():
+        out = tmp_path / place
+        shutil.copytree(tmp_path / "killed", out)
+        flipped = bytearray(data)
+        flipped[position] ^= 1
+        (out / left.relative_to(tmp_path / "killed")).write_bytes(flipped)
+        assert build(pairs, out, model).code == 0
+        assert contents(out) == whole, place
+
+
+def test_damage_between_tensors_is_not_copied_into_a_new_shard(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """A shard that loses a sample is written again: from the metadata and the tensors, which have hashes."""
+    for name in ("sound", "damaged"):
+        assert build(pairs, tmp_path / name, model).code == 0
+    (shard,) = (tmp_path / "damaged").glob("*.tar")
+    last = open_cache(tmp_path / "damaged")[-1].row.entry
+    with open(shard, "r+b") as file:
+        file.seek(last.offset + 155)  # after the checksum of a tar header, which does not cover itself
+        file.write(b"!")
+    change_target(pairs)
+    for name in ("sound", "damaged"):
+        assert build(pairs, tmp_path / name, model).code == 0
+    assert contents(tmp_path / "damaged") == contents(tmp_path / "sound")
+
+
 def test_work_that_is_done_is_not_done_again(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
     out = tmp_path / "shards"
-    assert crashing_build(pairs, out, model, 8)  # a sync, three writes a sample: two are whole, the third is torn
+    assert crashing_build(pairs, out, model, 7, of_shards=True)  # two samples are whole, the third is torn
     assert "partial" in run("qwen-cache", "inspect", out).stdout
     assert build(pairs, out, model).code == 0
     assert fast[-1].encoded == ["cup", "flower"]
@@ -288,7 +347,7 @@ def test_a_build_that_continues_with_another_source_reuses_what_it_can(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
     out = tmp_path / "shards"
-    assert crashing_build(pairs, out, model, 11)
+    assert crashing_build(pairs, out, model, 10, of_shards=True)
     shutil.copy(pairs / "control_images" / "cat.png", pairs / "control_images" / "ant.png")
     shutil.copy(pairs / "target_images" / "cat.png", pairs / "target_images" / "ant.png")
     (pairs / "target_images" / "ant.txt").write_text("comes first")

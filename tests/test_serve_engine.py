@@ -211,14 +211,14 @@ def test_a_commit_that_fails_is_tried_again(job_at: Jobs, monkeypatch: pytest.Mo
 def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was accepted waits for room; meanwhile nothing new is accepted, and a client learns why."""
     job, room = job_at("pool", "serve.commit_seconds=0.05"), Event()
-    finish = ShardWriter._finish
+    write = ShardWriter._write
 
-    def full(writer: ShardWriter, entry: Any) -> None:
+    def full(writer: ShardWriter, *pieces: Any) -> None:
+        write(writer, *pieces)
         if not room.is_set():
             raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
-        finish(writer, entry)
 
-    monkeypatch.setattr(ShardWriter, "_finish", full)
+    monkeypatch.setattr(ShardWriter, "_write", full)
     with running(job) as url, httpx2.Client(base_url=url, timeout=WAIT) as http:
 
         def post(number: int) -> httpx2.Response:

@@ -80,24 +80,15 @@ class ShardWriter:
         Raises FormatError, and appends nothing, for metadata that readers refuse, such as too long a prompt.
         """
         start = self.size
-        metadata = meta.to_bytes(self.format_version)
-        if len(metadata) > MAX_HEADER:
-            what, expected = "the metadata of a sample is too large", f"at most {MAX_HEADER} bytes"
-            raise MemberError(what, where=meta.key, expected=expected, found=len(metadata), do="shorten its prompt")
-        parse_sample(metadata, meta.key, self.format_version)
-        header = safetensors_header(meta.tensors)
-        data = sum(spec.stored_bytes for spec in meta.tensors.values())
-        self._write(_tar_header(f"{meta.key}.json", len(metadata)), metadata, _padding(len(metadata)))
-        self._write(_tar_header(f"{meta.key}.safetensors", len(header) + data), header)
+        first_member, header, end = _around_tensors(meta, self.format_version)
+        parse_sample(meta.to_bytes(self.format_version), meta.key, self.format_version)
+        self._write(first_member)
+        self._write(header)
         begin = self.size
-        self._write(*(tensors[name] for name in meta.tensors), _padding(len(header) + data))
-        self._finish(Entry(meta, start, self.size - start, begin))
-
-    def add_copy(self, entry: Entry, members: memoryview) -> None:
-        """Append a sample unchanged from another shard of the same format version; `members` are its bytes there."""
-        moved = entry.moved(self.size)
-        self._write(members)
-        self._finish(moved)
+        self._write(*(tensors[name] for name in meta.tensors), end)
+        with naming(self.path):
+            self.file.flush()  # so that the sample survives a full disk or a kill
+        self.entries.append(Entry(meta, start, self.size - start, begin))
 
     def seal(self, folder: Path) -> tuple[Shard, list[Entry]]:
         """End the archive, make it durable, and give it its name in `folder`."""
@@ -115,18 +106,34 @@ class ShardWriter:
         with naming(self.path):
             self.file.close()
 
-    def _finish(self, entry: Entry) -> None:
-        """Flush the sample to the file, so that it survives a full disk or a kill."""
-        with naming(self.path):
-            self.file.flush()
-        self.entries.append(entry)
-
     def _write(self, *pieces: bytes | memoryview) -> None:
         for piece in pieces:
             with naming(self.path):
                 self.file.write(piece)
             self.hash.update(piece)
             self.size += len(piece) if isinstance(piece, bytes) else piece.nbytes
+
+
+def _around_tensors(meta: SampleMeta, format_version: int) -> tuple[bytes, bytes, bytes]:
+    """All bytes of a sample in a shard but those of its tensors: the first member, what is before them, and after.
+
+    Raises MemberError for metadata that readers refuse: too long a prompt.
+    """
+    metadata, header = meta.to_bytes(format_version), safetensors_header(meta.tensors)
+    if len(metadata) > MAX_HEADER:
+        what, expected = "the metadata of a sample is too large", f"at most {MAX_HEADER} bytes"
+        raise MemberError(what, where=meta.key, expected=expected, found=len(metadata), do="shorten its prompt")
+    size = len(header) + sum(spec.stored_bytes for spec in meta.tensors.values())
+    first_member = _tar_header(f"{meta.key}.json", len(metadata)) + metadata + _padding(len(metadata))
+    return first_member, _tar_header(f"{meta.key}.safetensors", size) + header, _padding(size)
+
+
+def is_as_written(entry: Entry, data: memoryview, format_version: int) -> bool:
+    """Whether a sample of this mapped shard has the bytes that `ShardWriter` gives it, apart from its tensors."""
+    first_member, header, end = _around_tensors(entry.meta, format_version)
+    before = data[entry.offset : entry.data]
+    after = data[entry.offset + entry.length - len(end) : entry.offset + entry.length]
+    return before == first_member + header and after == end
 
 
 def compress(

@@ -23,7 +23,15 @@ from qwen_cache.format.manifest import SHARD_PATTERN, Shard
 from qwen_cache.format.remote import STAGING, Stored, build_name, put_shard
 from qwen_cache.format.remote_build import RemoteBuild, own_folder
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, recover, scan_shard
+from qwen_cache.format.shard import (
+    Entry,
+    ShardWriter,
+    check_tensors,
+    is_as_written,
+    recover,
+    scan_shard,
+    tensor_bytes,
+)
 from qwen_cache.storage.durable import replace
 from qwen_cache.storage.mapped import NotAFileError, map_file
 from qwen_cache.storage.url import Url
@@ -153,10 +161,12 @@ class Staging:
         self._seal_if_full()
 
     def add_copy(self, entry: Entry, shard: memoryview, where: object = "what an earlier run left") -> None:
-        """Append a sample unchanged from the mapped `shard`, after a check of its tensors; `where` is for errors."""
+        """Append a sample of the mapped `shard`, after a check of its tensors; `where` is for errors.
+
+        Whatever is between them there is written anew, so that no damage is copied.
+        """
         check_tensors(entry, shard, str(where))
-        self._next(entry.meta.key).add_copy(entry, shard[entry.offset : entry.offset + entry.length])
-        self._seal_if_full()
+        self.add(entry.meta, dict(tensor_bytes(entry, shard)))
 
     def take(self, keys: Set[str]) -> list[Stored]:
         """Seal the open shard; returns and forgets the shards that have samples of `keys` alone, in their order.
@@ -242,11 +252,13 @@ class Staging:
             return []
 
     def _adopt_open(self) -> None:
-        """Continue the open shard if its samples are next; else keep its samples by key, and those of other writers."""
-        path = self.folder / OPEN
-        entries = _recovered(path, self.format_version)
-        if entries and [entry.meta.key for entry in entries] == self._missing[: len(entries)]:
-            self.writer = ShardWriter(path, self.format_version, entries)
+        """Continue the open shard if its samples are next, and as this program writes them; else keep its samples by
+        key, and those of other writers."""
+        path, version = self.folder / OPEN, self.format_version
+        entries = _recovered(path, version)
+        are_next = entries and [entry.meta.key for entry in entries] == self._missing[: len(entries)]
+        if are_next and all(is_as_written(entry, map_file(path), version) for entry in entries):
+            self.writer = ShardWriter(path, version, entries)
             self._written = len(entries)
             self._seal_if_full()
         elif entries:

@@ -33,7 +33,7 @@ from qwen_cache.format.mapped_index import load_index
 from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.remote_build import RemoteBuild
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, fitted, listed, shard_numbers, taken
-from qwen_cache.format.shard import Entry, check_tensors, tensor_bytes
+from qwen_cache.format.shard import Entry
 from qwen_cache.format.staging import Staging, staging_folder
 from qwen_cache.storage.durable import link_or_copy, move
 from qwen_cache.storage.local_copies import LocalCopies
@@ -236,11 +236,7 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
         shard = staging.remote.shards.bytes_of(row) if staging.remote else _mapped(update.folder, row.shard)
-        if row.shard in update.damaged:  # its archive is not trusted, its tensors have their hashes
-            check_tensors(row.entry, shard, str(update.folder / row.shard))
-            staging.add(row.meta, dict(tensor_bytes(row.entry, shard)))
-        else:
-            staging.add_copy(row.entry, shard, update.folder / row.shard)
+        staging.add_copy(row.entry, shard, update.folder / row.shard)
     else:
         return False
     return True

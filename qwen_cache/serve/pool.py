@@ -288,7 +288,7 @@ class Pool:
             shard.mapped = shard.bytes()
             for key in [key for key in shard.entries if key not in without]:
                 entry, new = shard.entries[key], self._growing()
-                new.writer.add_copy(entry, shard.mapped[entry.offset : entry.offset + entry.length])
+                new.writer.add(entry.meta, dict(tensor_bytes(entry, shard.mapped)))
                 self._enter(new, shard.names[key])
             if shard.stored is None:
                 shard.writer.close()

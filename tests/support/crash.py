@@ -15,8 +15,9 @@ class Crash(BaseException):
     """Raised where a process might die; the program must not catch it."""
 
 
-def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Crash at the `count`-th operation that changes files."""
+def crash_after(count: int, monkeypatch: pytest.MonkeyPatch, *, of_shards: bool = False) -> None:
+    """Crash at the operation that changes files after `count` of them; `of_shards`: writes into shards alone, of which
+    each sample takes three."""
     from qwen_cache.format.shard import ShardWriter
 
     left = count
@@ -31,8 +32,10 @@ def crash_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
         return call
 
+    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
+    if of_shards:
+        return
     monkeypatch.setattr(os, "replace", dying(os.replace))
     monkeypatch.setattr(os, "fsync", dying(os.fsync))
     monkeypatch.setattr(Path, "replace", dying(Path.replace))
     monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree))
-    monkeypatch.setattr(ShardWriter, "_write", dying(ShardWriter._write))
