@@ -29,6 +29,7 @@ from torch import Tensor
 
 from qwen_cache.console import counting
 from qwen_cache.errors import QwenCacheError, TrainError, first_line
+from qwen_cache.json_text import parse_json
 from qwen_cache.models.devices import accelerator, device_module
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_checksums
@@ -179,7 +180,7 @@ def load_checkpoint(path: Path, run: Run) -> None:
         if PartialState().is_local_main_process and (fault := _find_fault(path)):
             raise fault.error(TrainError, _advice(path, fault))
     with together(), restoring(path):
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
+        state = parse_json((path / STATE).read_text(encoding="utf-8"))
         models = str(state["origin"]["model"]), str(run.origin.get("model"))
         check_fixed(path, state["fixed"], run.fixed, f"restore what has changed, or {NEW_RUN}", models)
         tensors = load_file(path / "state.safetensors")

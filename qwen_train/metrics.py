@@ -17,6 +17,7 @@ import torch
 
 from qwen_cache.console import human_time
 from qwen_cache.errors import TrainError
+from qwen_cache.json_text import parse_json
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.durable import sync, write_durably
 from qwen_cache.storage.mapped import read_file
@@ -151,9 +152,9 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
         if not (line.startswith(b"{") and line.endswith(b"}")) or b"\0" in line:
             continue
         try:
-            values = json.loads(line)
+            values = parse_json(line)
             metrics.append(values | {"step": int(values["step"])})
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             do = "remove that line; only the curves lose its step"
             raise TrainError("this line was not written by a run", where=f"{path}:{number}", do=do) from None
     return metrics

@@ -31,6 +31,7 @@ from qwen_cache.console import console, human_bytes, human_time, plural
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
 from qwen_cache.html.page import relative_url, render
+from qwen_cache.json_text import parse_json
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.checksums import check_safetensors
@@ -396,8 +397,8 @@ def _object(path: Path) -> dict[str, Any] | None:
 def _parsed(data: bytes) -> dict[str, Any] | None:
     """The JSON object in `data`, or None."""
     try:
-        value = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        value = parse_json(data.decode("utf-8"))
+    except ValueError:  # UnicodeDecodeError is a ValueError
         return None
     return value if isinstance(value, dict) else None
 

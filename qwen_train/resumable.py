@@ -6,7 +6,6 @@ One message names all differences, and the command that continues the run.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from qwen_cache.batching.batch_plan import sequence_settings
 from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.json_text import parse_json
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
@@ -147,9 +147,9 @@ def check_resumable(start: Start) -> None:
 
 def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
     """The compared entries of state.json; None if its checksum is wrong or they are missing."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        listed = json.loads((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
-        state = json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        listed = parse_json((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
+        state = parse_json((checkpoint / STATE).read_text(encoding="utf-8"))
         if listed == file_digest(checkpoint / STATE):
             origin = state["origin"]
             named = filter(None, (origin["model"], origin.get("transformer")))

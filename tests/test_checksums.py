@@ -20,7 +20,16 @@ from safetensors.torch import load_file, save
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.folder import check_component
 from qwen_cache.storage import checksums
-from qwen_cache.storage.checksums import KEY, NAME, RESTORE, check_safetensors, find_fault, sealed, write_checksums
+from qwen_cache.storage.checksums import (
+    KEY,
+    NAME,
+    RESTORE,
+    ZEROS,
+    check_safetensors,
+    find_fault,
+    sealed,
+    write_checksums,
+)
 from qwen_cache.storage.durable import write_durably
 
 
@@ -87,6 +96,16 @@ def test_a_changed_file_is_told_with_both_values(folder: Path) -> None:
         check_component(folder)
     (folder / NAME).unlink()
     check_component(folder)  # any other model
+
+
+def test_a_list_with_a_key_twice_is_none(folder: Path) -> None:
+    text = (folder / NAME).read_text(encoding="utf-8").replace('"files": {', '"files": {}, "files": {')
+    (folder / NAME).write_bytes(
+        checksums.with_own_hash(text.rpartition('"xxh3_128"')[0] + f'"xxh3_128": "{ZEROS}"}}\n')
+    )
+    fault = find_fault(folder)
+    assert fault
+    assert (fault.what, fault.where) == ("this is not a list of checksums", folder / NAME)
 
 
 def test_missing_and_additional_files_are_named(folder: Path) -> None:
@@ -173,3 +192,27 @@ def test_the_library_reads_it_and_equal_content_gives_equal_files(file: Path) ->
 def test_what_has_no_checksum_cannot_be_checked(write: Callable[[dict[str, torch.Tensor]], bytes], file: Path) -> None:
     file.write_bytes(write({"a": torch.zeros(2)}))
     check_safetensors(file, TrainError)
+
+
+def test_a_header_with_a_key_twice_is_refused(file: Path) -> None:
+    """The library takes the last of two values in the metadata, as of a LoRA's alpha."""
+    text = b'{"__metadata__":{"alpha":"8","alpha":"1"},"a":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}} '
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"alpha": "1"}
+    with pytest.raises(TrainError) as caught:
+        check_safetensors(file, TrainError)
+    told = f'{file}: its header cannot be read: the key "alpha" is there twice\n  → save it again, or get it again from'
+    assert str(caught.value).startswith(told)
+
+
+def test_a_pipe_or_a_device_is_never_read(folder: Path, file: Path) -> None:
+    (folder / NAME).unlink()
+    os.mkfifo(folder / NAME)
+    fault = find_fault(folder)
+    assert fault
+    assert fault.what == "this file cannot be read: not a regular file"
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="not a regular file"):
+        check_safetensors(file, TrainError)

@@ -621,12 +621,16 @@ def test_impossible_qflux_tensors(
     refused(import_("qflux", source, tmp_path / "out"), *parts)
 
 
-def test_qflux_metadata_that_is_too_deep_is_refused(made: list[TrainerSample], tmp_path: Path) -> None:
+def test_qflux_metadata_that_is_too_deep_or_has_a_key_twice_is_refused(
+    made: list[TrainerSample], tmp_path: Path
+) -> None:
     source = write_qflux(tmp_path / "theirs", made[:1])
     path = next((source / "metadata").glob("*.json"))
     for text in ("[" * 100_000, '{"img_shapes": ' + "[" * 500 + "]" * 500 + "}"):
         path.write_text(text)
         refused(import_("qflux", source, tmp_path / "out"), f"{path}: not JSON: it is nested more than 100 deep")
+    path.write_text('{"img_shapes": [], "img_shapes": [[1, 4, 6]]}')
+    refused(import_("qflux", source, tmp_path / "out"), f'{path}: not JSON: the key "img_shapes" is there twice')
 
 
 def test_a_view_in_place_of_a_table_is_refused(made: list[TrainerSample], tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def test_starting_from_what_is_no_lora_is_refused(fit: Callable[..., Trained], t
     for metadata, message in (
         ("[" * 100_000, "the LoRA cannot be read: it is nested more than 100 deep"),
         ("9" * 5000, "the LoRA cannot be read: Exceeds the limit (4300 digits)"),
+        ('{"r": 4, "r": 8}', 'the LoRA cannot be read: the key "r" is there twice'),
         ("[]", "the LoRA cannot be read: lora_adapter_metadata in its metadata is not a JSON object"),
     ):
         file = tmp_path / "metadata.safetensors"

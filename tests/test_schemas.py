@@ -86,7 +86,7 @@ def test_the_code_and_format_md_have_the_same_rules() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": 1, "format": 2}', "a key is given twice"),
+        ('{"format": 1, "format": 2}', 'the key "format" is there twice'),
         ('{"format": NaN}', "NaN is not a JSON number"),
         ("[" * 100_000, "not valid JSON"),
         ("[]", "a JSON object is expected"),

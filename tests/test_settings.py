@@ -78,6 +78,14 @@ BEYOND = {
     "megabytes": ("ü" * (MAX_BYTES + 1), f"the settings are too long (expected at most {MAX_BYTES} bytes)"),
     "an object": ("data: !!python/object/apply:os.mkdir [run]", "this is not YAML: could not determine a constructor"),
     "a month 13": ("data: 2020-13-45", "a value does not fit its YAML type: month must be in 1..12"),
+    "a section twice": (
+        "train:\n  seed: 7\nlogging: {}\ntrain:\n  max_steps: 9\n",
+        "train is there twice (found lines 1 and 4)\n  → write all that belongs to it under one of them",
+    ),
+    "a setting twice": (
+        "train: &a {lora: [{r: 8, r: 4}]}\n<<: *a\n<<: *a",
+        "train.lora[0].r is there twice (found line 1)",
+    ),
     "an empty integer": ("data: !!int ''", "a value does not fit its YAML type: string index out of range"),
 }
 

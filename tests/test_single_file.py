@@ -169,7 +169,15 @@ def test_what_is_not_a_file_of_weights_is_refused(tmp_path: Path, config: dict[s
         (tmp_path / f"a{ending}").write_bytes(b"\x80\x04.")
         assert "this is a pickle, which can run any program" in refusal(tmp_path / f"a{ending}", config)
     archive, no_object, no_entry = b"PK\x03\x04" + bytes(100), struct.pack("<Q", 2) + b"[]", b'{"a":{}} '
-    for content in (b"", archive, no_object, struct.pack("<Q", len(no_entry)) + no_entry):
+    entry = b'"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+    twice = b"{" + entry + b"," + entry + b"}"
+    for content in (
+        b"",
+        archive,
+        no_object,
+        struct.pack("<Q", len(twice)) + twice,
+        struct.pack("<Q", len(no_entry)) + no_entry,
+    ):
         (tmp_path / "a.safetensors").write_bytes(content)
         assert "neither a safetensors nor a GGUF file, or damaged" in refusal(tmp_path / "a.safetensors", config)
 

@@ -1106,6 +1106,8 @@ REFUSED_TABLES = {
         "nested more than 100 deep",
     ),
     "a long integer": ("a.jsonl", f'{{"image": {"9" * 5000}}}', "a.jsonl:1: this is not JSON", "4300 digits"),
+    "a key twice, and no JSON": ("a.json", '[{"image": 1, "image": 2}, {]', "a.json:1: this is not JSON", "column 29"),
+    "a key twice, and no list": ("a.json", '{"image": 1, "image": 2}', "this is not a table", "found dict"),
     "no object": ("a.jsonl", '["a", "b"]\n', "a.jsonl:1: this is not a sample", "found ['a', 'b']"),
 }
 
@@ -1116,6 +1118,26 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, case: str) -> No
     message = refusal(table(tmp_path, name, text))
     for part in expected:
         assert part in message
+
+
+@pytest.mark.parametrize(("name", "frame"), [("a.jsonl", "{}\n{}\n{}"), ("a.json", "[{},\n {}, {} ]\n")])
+def test_a_key_that_is_there_twice_is_a_problem_of_its_row(tmp_path: Path, name: str, frame: str) -> None:
+    """As two columns of one name are: neither value is dropped, and the other rows go on."""
+    good = '{"image": "t/1.png", "control": "c/1.png", "prompt": "red"}'
+    twice = '{"image": "t/10.png", "control": "c/1.png", "control": "c/2.png", "prompt": "blue"}'
+    inside = '{"image": "t/10.png", "control": "c/1.png", "prompt": "blue", "task": {"é": 1, "é": 2}}'
+    path = table(tmp_path, name, frame.format(twice, good, inside))
+    rows, problems = edit(path)
+    assert (names(rows), [row.prompt for row in rows]) == (["t/1"], ["red"])
+    places = [f"{path}:1", f"{path}:3"] if name == "a.jsonl" else [f"{path}[0]", f"{path}[2]"]
+    assert [(problem.where, problem.what) for problem in problems] == [
+        (places[0], 'the key "control" is there twice'),
+        (places[1], 'the key "é" is there twice'),
+    ]
+    assert problems[0].do == 'keep one of them, or write a list: "control": […, …]'
+    rows, problems = edit(table(tmp_path, name, frame.format(twice, twice, twice)))
+    assert rows == []
+    assert only(problems).what == 'all 3 samples: the key "control" is there twice'
 
 
 def test_other_columns_are_ignored(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from fastapi.testclient import TestClient
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
 from qwen_cache.storage.durable import locked
 from qwen_cache.ui.jobs import Checks, Command, Job, NoJobError, Queue
-from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
+from qwen_cache.ui.jobs.job import ENDED, JOB, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
 from qwen_cache.ui.jobs.process import began
 from qwen_cache.ui.jobs.routes import routes_of
 from qwen_cache.ui.jobs.scheduler import to_start
@@ -275,6 +275,12 @@ def test_a_paused_queue_can_be_put_in_order(queue: Queue, folder: Path, starts: 
         queue.get(ids[0])
     with pytest.raises(JobError, match="not running"):
         queue.stop(ids[1])
+    written = queue.get(ids[1]).folder / JOB
+    text = written.read_text(encoding="utf-8")
+    written.write_text(text.replace('"title"', '"title": "another", "title"', 1), encoding="utf-8")
+    with pytest.raises(NoJobError, match="no such job"):  # a key is there twice, and the last one would count
+        queue.get(ids[1])
+    written.write_text(text, encoding="utf-8")
     (folder / "end").touch()
     queue.resume()
     wait_for(queue, order[-1], "done")

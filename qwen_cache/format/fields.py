@@ -1,7 +1,7 @@
 """Strict reading of JSON: every key is taken by name and type, and unknown keys are refused.
 
 A key whose value has `"must_understand": false` may be ignored; repeated keys, NaN and Infinity are not valid JSON.
-`parse_json` reads JSON that is not of the format, within bounds.
+JSON that is not of the format is read by `qwen_cache.json_text`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,7 @@ from typing import Any
 
 from qwen_cache.errors import FormatError, ManifestError, UnknownKeyError
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json
-
-MAX_DEPTH = 100
-"""Far below what Python's recursion survives; tables and metadata have at most five levels."""
-
-
-def parse_json(text: str | bytes) -> Any:
-    """The value of JSON; ValueError if it is none, or is nested too deeply for code that walks through it."""
-    try:
-        value = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
-    level = [value] if isinstance(value, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        inner = (child for each in level for child in (each.values() if isinstance(each, dict) else each))
-        level = [child for child in inner if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+from qwen_cache.json_text import each_key_once
 
 
 class Fields:
@@ -44,7 +27,7 @@ class Fields:
     def of_json(cls, data: bytes | memoryview, where: str, error: type[FormatError]) -> Fields:
         try:
             text = bytes(data).decode("utf-8")  # json.loads would accept UTF-16 and lone surrogates
-            value = json.loads(text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant)
+            value = json.loads(text, object_pairs_hook=each_key_once, parse_constant=_refuse_constant)
             canonical_json(value)  # "\ud800", 1e999 and deep nesting can be read, but not written or hashed
         except (ValueError, RecursionError) as fault:  # UnicodeError is a ValueError
             raise error(f"this is not valid JSON: {fault}", where=where) from None
@@ -91,13 +74,6 @@ class Fields:
                     where=self.where,
                 )
         return self.left
-
-
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError("a key is given twice")
-    return value
 
 
 def _refuse_constant(name: str) -> Any:

@@ -23,6 +23,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, p
 
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage.checksums import check_safetensors, sealed
 from qwen_cache.storage.durable import write_durably
 
@@ -228,7 +229,7 @@ def load_head(path: Path) -> tuple[MaskHead, HeadMetadata]:
     if text is None:
         raise _refusal(path, "a safetensors file of something else")
     try:
-        description = json.loads(text)
+        description = parse_json(text)
         if description.pop("version") != 1:
             raise _refusal(path, "a head of another version")
         if not (isinstance(description["size"], int) and 0 < description["size"] <= MAX_MASK_SIDE):
@@ -239,7 +240,7 @@ def load_head(path: Path) -> tuple[MaskHead, HeadMetadata]:
             head = MaskHead(description.pop("channels"), description.pop("base"), description.pop("size"))
         head.load_state_dict(weights, assign=True)
         return head.requires_grad_(False).eval(), HeadMetadata(**description)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:  # a RecursionError is the last
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise _refusal(path, f"metadata that does not fit: {error}") from None
 
 

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, pack_latents
+from qwen_cache.storage.checksums import check_safetensors
 
 LATENT_FILE = re.compile(r"(?P<stem>.+)_\d{4,}x\d{4,}_(?P<arch>qie?)\.safetensors")
 TEXT_FILE = re.compile(r"(?P<stem>.+)_(?P<arch>qie?)_te\.safetensors")
@@ -97,6 +98,7 @@ def _read(latents: Path, text: Path) -> ImportedSample:
 def _load(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors and the metadata of a file; SourceError for another model."""
     try:
+        check_safetensors(path, SourceError)
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)

@@ -7,7 +7,6 @@ family or size than the model's config.json says.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,8 +15,10 @@ from typing import Any, Literal
 
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import install_command, installed
+from qwen_cache.json_text import parse_json
 from qwen_cache.models.family import FAMILIES
 from qwen_cache.models.tensor_headers import DOWNLOAD, Header, StoredTensor, read_header
+from qwen_cache.storage.mapped import open_file
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI's files may have before the name of a parameter."""
@@ -216,14 +217,14 @@ def _check_formats(path: Path, header: Header) -> None:
     layers: dict[str, Any] = {}
     try:
         if text := header.metadata.get("_quantization_metadata"):
-            layers |= json.loads(text)["layers"]
+            layers |= parse_json(text)["layers"]
         markers = {name: it for name, it in header.tensors.items() if name.endswith(".comfy_quant")}
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             for name, marker in markers.items():
                 file.seek(marker.begin)
-                layers[name] = json.loads(file.read(min(marker.end - marker.begin, LONGEST_MARKER)))
+                layers[name] = parse_json(file.read(min(marker.end - marker.begin, LONGEST_MARKER)))
         formats = {str(it["format"] if isinstance(it, dict) else it): name for name, it in layers.items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         raise ModelError("ComfyUI's quantisation entries cannot be read", where=path, do=DOWNLOAD) from None
     for kind, name in formats.items():
         if kind not in COMFY_FORMATS:

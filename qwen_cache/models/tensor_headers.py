@@ -7,7 +7,6 @@ pickles, truncated files, and types of GGML that diffusers does not unpack.
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import struct
@@ -16,7 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from qwen_cache.errors import ModelError
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage.checksums import LONGEST_HEADER
+from qwen_cache.storage.mapped import open_file
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
@@ -90,17 +91,17 @@ def read_header(path: Path) -> Header:
         raise ModelError(what, where=path, do="use a .safetensors or .gguf file of the same weights")
     try:
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(open_file(path), "rb") as file:
             begin = file.read(8)
             if begin[:4] == GGUF_MAGIC:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
                     return _Gguf(path, mapped, size).header()
             length = int.from_bytes(begin, "little")
             if length <= min(size - 8, LONGEST_HEADER):
-                return _safetensors(path, json.loads(file.read(length)), 8 + length, size)
+                return _safetensors(path, parse_json(file.read(length)), 8 + length, size)
     except OSError as error:
         raise ModelError(f"this file cannot be read: {error.strerror}", where=path) from None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         pass
     what = "neither a safetensors nor a GGUF file, or damaged"
     raise ModelError(what, where=path, found=f"{begin[:8]!r} at its beginning", do=DOWNLOAD)

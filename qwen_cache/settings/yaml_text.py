@@ -1,7 +1,8 @@
 """YAML from a file or the command line, with bounds: also the qwen.yaml in a cache of somebody else is read.
 
 Plain values only, never objects. Anchors and aliases work, but count each time that they are used, so no text becomes
-larger than it looks. Refuses what is larger, deeper or longer than any settings, and an alias of a value inside itself.
+larger than it looks. Refuses what is larger, deeper or longer than any settings, an alias of a value inside itself, and
+a key that is there twice, whose first value the YAML library would drop without a word.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ MAX_BYTES = 1 << 20  # a file of all settings has 3 kB
 MAX_NODES = 10_000  # keys and values, aliases expanded; all settings make 250, naming each layer for a LoRA 850
 MAX_DEPTH = 32  # settings have five levels
 MAX_DIGITS = 100  # of an integer; Python's own limit is 4,300, and it raises wherever a longer one is shown
+MERGE = "tag:yaml.org,2002:merge"  # the key `<<`; two of them lose nothing
 FIX = "simplify it; settings need nothing of this kind"
 
 
@@ -39,8 +41,13 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
     """The value of a YAML document; ConfigError, which names `where`, if it is not one within the bounds."""
     if len(text) > MAX_BYTES:
         raise _too_long(where)
+    loader = _BoundedLoader(text)
     try:
-        return yaml.load(text, Loader=_BoundedLoader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _refuse_repeated(node, "", where)
+        return loader.construct_document(node)
     except _BeyondError as error:
         raise ConfigError(f"the settings {error}", where=where, do=FIX) from None
     except yaml.YAMLError as error:
@@ -55,6 +62,26 @@ def assignment(name: str, value: Any) -> str:
         if isinstance(value, str) and parse_yaml(value) == value:
             return f"{name}={value}"
     return f"{name}={json.dumps(value, ensure_ascii=False)}"
+
+
+def _refuse_repeated(node: yaml.Node, name: str, where: object) -> None:
+    """ConfigError for a key that is there twice in the value of `name`, or deeper in it."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, each in enumerate(node.value):
+            _refuse_repeated(each, f"{name}[{index}]", where)
+    if isinstance(node, yaml.MappingNode):
+        lines: dict[tuple[str, str], int] = {}
+        for key, value in node.value:
+            inner = name
+            if isinstance(key, yaml.ScalarNode) and key.tag != MERGE:
+                inner = f"{name}.{key.value}" if name else str(key.value)
+                line, before = key.start_mark.line + 1, lines.get((key.tag, key.value))
+                if before is not None:
+                    found = f"line {line}" if line == before else f"lines {before} and {line}"
+                    do = "write all that belongs to it under one of them, and remove the other"
+                    raise ConfigError(f"{inner} is there twice", where=where, found=found, do=do)
+                lines[key.tag, key.value] = line
+            _refuse_repeated(value, inner, where)
 
 
 def _too_long(where: object) -> ConfigError:

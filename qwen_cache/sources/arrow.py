@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import parse_json
 from qwen_cache.sources.columns import LEFT_OUT, Columns, Record, find_columns, read_rows
 from qwen_cache.sources.places import (
     Location,

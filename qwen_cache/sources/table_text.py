@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_cache.errors import SourceError
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import parse_json
 from qwen_cache.sources.places import suffix
 
 Values = Mapping[str, Any]
@@ -102,6 +102,25 @@ def _skip(text: str, position: int) -> int:
     return found.end() if found else position
 
 
+def texts_of_rows(text: str) -> list[str]:
+    """The texts of the values in a list of JSON."""
+    return [_value_text(text, begin) for begin in _begins_of_rows(text)]
+
+
+def _begins_of_rows(text: str) -> list[int]:
+    found, position = list[int](), _skip(text, _skip(text, 0) + 1)
+    while text[position] != "]":
+        position = _skip(text, position + 1) if found else position
+        found.append(position)
+        position = _skip(text, _json.raw_decode(text, position)[1])
+    return found
+
+
+def _value_text(text: str, begin: int) -> str:
+    """The text of the value that begins here."""
+    return text[begin : _json.raw_decode(text, begin)[1]]
+
+
 def _members(text: str, begin: int) -> tuple[list[Member], int]:
     """The members of the object that begins here, and where it closes."""
     found, position = list[Member](), _skip(text, begin + 1)
@@ -146,7 +165,7 @@ class _JsonText:
 
     def values(self, where: str) -> dict[str, Any] | None:
         begin = self.begin(where)
-        value = None if begin is None else parse_json(self.text[begin : _json.raw_decode(self.text, begin)[1]])
+        value = None if begin is None else parse_json(_value_text(self.text, begin), each_once=False)
         return value if isinstance(value, dict) else None
 
     def edits(self, changes: Mapping[str, Values]) -> Iterator[Edit]:
@@ -158,12 +177,7 @@ class _JsonText:
 class JsonText(_JsonText):
     @cached_property
     def begins(self) -> list[int]:
-        found, position = list[int](), _skip(self.text, _skip(self.text, 0) + 1)
-        while self.text[position] != "]":
-            position = _skip(self.text, position + 1) if found else position
-            found.append(position)
-            position = _skip(self.text, _json.raw_decode(self.text, position)[1])
-        return found
+        return _begins_of_rows(self.text)
 
     def begin(self, where: str) -> int | None:
         number = _number(where, f"{self.path}[", "]")

@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qwen_cache.errors import Problem, SourceError, first_line
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import RepeatedKeyError, parse_json
 from qwen_cache.sources.columns import Record, find_columns, read_rows
 from qwen_cache.sources.places import Location, TableFolder, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
+from qwen_cache.sources.table_text import texts_of_rows
+
+Item = tuple[str, Any, Problem | None]
+"""A row of JSON: its location, its value, and why it cannot be used."""
 
 
 def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Draft]:
@@ -64,25 +68,44 @@ def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Pr
 
 
 def _json_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
+    items, each_once = _parsed(path, text)
+    if not isinstance(items, list):
+        raise SourceError("this is not a table", where=path, expected="a list of objects", found=type(items).__name__)
+    if each_once:
+        return _objects((f"{path}[{index}]", item, None) for index, item in enumerate(items))
+    return _objects(_item(f"{path}[{index}]", row) for index, row in enumerate(texts_of_rows(text)))
+
+
+def _parsed(path: Location, text: str) -> tuple[Any, bool]:
+    """The value of a whole file, and whether each key in it is there once; SourceError if it is not JSON."""
     try:
-        items = parse_json(text)
+        try:
+            return parse_json(text), True
+        except RepeatedKeyError:
+            return parse_json(text, each_once=False), False
     except json.JSONDecodeError as error:
         raise _not_json(f"{path}:{error.lineno}", error) from error
     except ValueError as error:
         raise _not_json(str(path), error) from error
-    if not isinstance(items, list):
-        raise SourceError("this is not a table", where=path, expected="a list of objects", found=type(items).__name__)
-    return _objects((f"{path}[{index}]", item) for index, item in enumerate(items))
 
 
 def _jsonl_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
     items = []
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would also break at U+2028, which JSON may hold
         try:
-            items += [(f"{path}:{number}", parse_json(line))] if line.strip() else []
+            items += [_item(f"{path}:{number}", line)] if line.strip() else []
         except ValueError as error:
             raise _not_json(f"{path}:{number}", error) from error
     return _objects(items)
+
+
+def _item(where: str, text: str) -> Item:
+    """A row of JSON; ValueError if it is none."""
+    try:
+        return where, parse_json(text), None
+    except RepeatedKeyError as error:
+        do = f'keep one of them, or write a list: "{error.key}": […, …]'
+        return where, parse_json(text, each_once=False), Problem(where, str(error), do)
 
 
 def _lines(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
@@ -96,16 +119,16 @@ def _not_json(where: str, error: ValueError) -> SourceError:
     return SourceError("this is not JSON", where=where, found=found, do="correct the line")
 
 
-def _objects(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Record | Problem]]:
+def _objects(items: Iterable[Item]) -> tuple[list[str], list[Record | Problem]]:
     records: list[Record | Problem] = []
     names: dict[str, None] = {}
-    for where, item in items:
+    for where, item, problem in items:
         if not isinstance(item, dict):
             raise SourceError(
                 "this is not a sample", where=where, expected='an object, {"image": …}', found=repr(item)[:60]
             )
         names |= dict.fromkeys(item)
-        records.append((where, item))
+        records.append(problem or (where, item))
     return list(names), records
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from qwen_cache.errors import Notice, Problem, SourceError
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import parse_json
 from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources.columns import (
     COLUMNS,

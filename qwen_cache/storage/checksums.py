@@ -17,7 +17,9 @@ from typing import IO
 import xxhash
 
 from qwen_cache.errors import QwenCacheError
+from qwen_cache.json_text import RepeatedKeyError, parse_json
 from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.mapped import open_file, read_file
 from qwen_cache.storage.remembered import file_digest, update_from
 
 NAME = "checksums.json"
@@ -76,8 +78,8 @@ def find_fault(folder: Path, digest: Callable[[Path], str] = file_digest) -> Fau
     """The first fault of a folder with `checksums.json`, or None; `digest` returns the xxh3-128 of a file."""
     path = folder / NAME
     try:
-        data = path.read_bytes()
-        listed = json.loads(data)
+        data = read_file(path)
+        listed = parse_json(data)
         claimed = str(listed["xxh3_128"])
         if (found := own_hash(data, claimed)) != claimed:
             return Fault(CHANGED, path, f"xxh3-128 {claimed}", found)
@@ -138,11 +140,17 @@ def sealed(data: bytes) -> tuple[bytes, memoryview]:
 def check_safetensors(path: Path, error: type[QwenCacheError]) -> None:
     """Raise `error` if the checksum in the header of a safetensors file does not match its bytes.
 
-    A file without a checksum, of any kind, cannot be checked. OSError if the file cannot be read.
+    A file without a checksum, of any kind, cannot be checked. Raises `error` for a header with a key twice too, and
+    OSError if the file cannot be read.
     """
-    with open(path, "rb") as file:
+    with open(open_file(path), "rb") as file:
         begin = _begin(file)
-        if (claimed := _claimed(begin)) is None:
+        try:
+            claimed = _claimed(begin)
+        except RepeatedKeyError as fault:
+            do = "save it again, or get it again from where it is from"
+            raise error(f"its header cannot be read: {fault}", where=path, do=do) from None
+        if claimed is None:
             return
         digest = xxhash.xxh3_128(begin.replace(_entry(claimed), _entry(ZEROS)))
         update_from(file, digest)
@@ -158,10 +166,12 @@ def _begin(file: IO[bytes]) -> bytes:
 
 
 def _claimed(begin: bytes) -> str | None:
-    """The checksum in a header; None without one, or in a file of another kind."""
+    """The checksum in a header; None without one, or in a file of another kind. RepeatedKeyError for a key twice."""
     try:
-        return str(json.loads(begin[8:])["__metadata__"][KEY])
-    except (ValueError, LookupError, TypeError, RecursionError):
+        return str(parse_json(begin[8:])["__metadata__"][KEY])
+    except RepeatedKeyError:
+        raise
+    except (ValueError, LookupError, TypeError):
         return None
 
 

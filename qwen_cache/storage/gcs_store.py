@@ -11,6 +11,7 @@ from threading import Event
 from time import time
 from typing import Any
 
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage import bounds
 from qwen_cache.storage.store import Listing, StoredFile, check_conditions, put_around, swap_version
 from qwen_cache.storage.url import Url
@@ -110,13 +111,12 @@ def _read(url: Url) -> tuple[bytes, str] | None:
 
 def _list(folder: Url, token: Mapping[str, str]) -> tuple[str, dict[str, Any], float]:
     """The prefix, a page of the listing, and the time of the server."""
-    import json
 
     def ask(files: Any, path: str) -> tuple[str, dict[str, Any], float]:
         bucket, key, _ = files.split_path(path.rstrip("/"))
         prefix = f"{key}/" if key else ""
         headers, data = files.call("GET", OBJECTS, bucket, prefix=prefix, **token)
         said = headers.get("Date")
-        return prefix, json.loads(data), parsedate_to_datetime(said).timestamp() if said else time()
+        return prefix, parse_json(data), parsedate_to_datetime(said).timestamp() if said else time()
 
     return folder.call(ask, "listing")

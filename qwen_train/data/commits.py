@@ -26,6 +26,7 @@ from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.identity import HASH_PATTERN, content_hash
 from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
+from qwen_cache.json_text import parse_json
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import WeightedCache
@@ -181,8 +182,8 @@ def read_sequence(out: Path) -> CommitSequence:
         data = path.read_bytes()
     except FileNotFoundError:
         return CommitSequence()
-    with suppress(ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        value = json.loads(data)
+    with suppress(ValueError, LookupError, TypeError, AttributeError):
+        value = parse_json(data)
         if own_hash(data, str(value["xxh3_128"])) == value["xxh3_128"]:
             return CommitSequence(tuple(map(TakenIn.of, value["commits"])), _count(value["looked"]))
     do = "remove it: the run then goes by its checkpoint, and takes in the newest commit at the next end of an epoch"

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import safe_open
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import parse_json
 from qwen_cache.settings.train import TrainConfig
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qwen_cache.errors import JobError
+from qwen_cache.json_text import parse_json
 from qwen_cache.plain_text import without_controls
 from qwen_cache.storage.durable import LockHeldError, is_link, locked, write_durably
 from qwen_cache.ui.jobs.command import STARTS, VARIABLES, Command
@@ -255,8 +256,8 @@ def _lives(folder: Path) -> bool:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a file; {} without one."""
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(file.read_bytes())
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

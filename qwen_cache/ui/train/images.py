@@ -22,6 +22,7 @@ from typing import Any
 
 from PIL import Image
 
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage.durable import is_link
 from qwen_cache.storage.mapped import open_file
 from qwen_cache.web import RefusedError
@@ -121,10 +122,10 @@ def _names(folder: Path) -> list[str]:
 
 def metadata(latents: Path) -> dict[str, str]:
     """The texts in the header of a safetensors file; {} if it is missing, a link, or damaged."""
-    with suppress(OSError, ValueError, RecursionError):
+    with suppress(OSError, ValueError):
         with open(open_file(latents, follow_links=False), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length).decode("utf-8")) if length <= LONGEST_HEADER else {}
+            header = parse_json(file.read(length).decode("utf-8")) if length <= LONGEST_HEADER else {}
         words = header.get("__metadata__") if isinstance(header, dict) else None
         if isinstance(words, dict):
             return {str(name): str(value) for name, value in words.items()}

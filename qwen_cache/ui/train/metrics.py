@@ -7,7 +7,6 @@ are points of the file alone: of many, the first, last, lowest and highest of ea
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from array import array
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage.mapped import open_file
 
 NAME = "metrics.jsonl"
@@ -114,8 +114,8 @@ def parsed(line: bytes) -> dict[str, float] | None:
     if len(line) > LONGEST:
         return None
     try:
-        values = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+        values = parse_json(line.decode("utf-8"))
+    except ValueError:  # UnicodeDecodeError is a ValueError
         return None
     if not isinstance(values, dict) or not all(map(_is_measured, values.values())):
         return None
