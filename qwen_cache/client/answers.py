@@ -10,8 +10,8 @@ from typing import Annotated, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.fields import parse_json
 from qwen_cache.format.identity import HASH_PATTERN
+from qwen_cache.json_text import parse_json
 
 MAX_SAMPLES = 1000  # of one row
 UPGRADE = "install the same version of qwen-cache here and there"
