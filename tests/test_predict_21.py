@@ -258,6 +258,7 @@ def test_a_distilled_model_is_sampled_at_its_saved_levels(distilled: Path, tmp_p
         (("--set", "predict.tabulated_modulation=true"), "has no predict.tabulated_modulation: all its blocks share"),
         (("--negative-prompt", "blurry"), "without guidance by default, which would ignore the negative prompt"),
         (("--true-cfg-scale", "4"), "without a negative prompt there is nothing to guide away from"),
+        (("--width", "100"), "the sides of Qwen-Image-2.1 are multiples of 32 pixels (expected 96 or 128, found"),
         (("--height", "16"), "the sides of Qwen-Image-2.1 are multiples of 32 pixels (expected 32 or more, found"),
         (
             ("--output-resolution", "100"),

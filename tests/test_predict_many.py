@@ -141,19 +141,17 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
             assert torch.equal(embeds[job.name][name], tensor)
 
 
-def test_an_image_that_cannot_be_read_is_left_out(predict: Predict, tmp_path: Path) -> None:
+def test_a_row_that_cannot_be_encoded_is_left_out(predict: Predict, tmp_path: Path) -> None:
+    """An image that cannot be read, and a prompt with a token that stands for pixels."""
     source = write_pairs(tmp_path / "data")
+    (source / "target_images" / "flower.txt").write_text("a <|image_pad|> b")
     (source / "control_images" / "cup.png").write_bytes(b"no image")
     result = predict("--source", source, "--out", tmp_path / "generated", "--compare")
     assert result.code == 1
     assert "cup" in result.stderr
-    assert "3 new images" in result.stderr
-    assert {path.name for path in (tmp_path / "generated").iterdir()} == {
-        "china.png",
-        "flower.png",
-        "cat.png",
-        "compare.png",
-    }
+    assert "the prompt contains <|image_pad|>, which stands for an image's pixels" in result.stderr
+    assert "2 new images" in result.stderr
+    assert {path.name for path in (tmp_path / "generated").iterdir()} == {"china.png", "cat.png", "compare.png"}
 
 
 @pytest.fixture

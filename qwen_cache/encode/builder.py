@@ -34,7 +34,7 @@ from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.staging import Destination
 from qwen_cache.format.update import Existing, Update, plan_update, read_existing
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
-from qwen_cache.models.template import PIXEL_TOKENS
+from qwen_cache.models.template import pixel_token, pixel_token_told
 from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
@@ -284,12 +284,9 @@ def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
 
 def check_tokens(rows: list[Row]) -> list[Problem]:
     """Problems of prompts that the encoder cannot take."""
-    return [
-        Problem(row.where, f"{row.name}: the prompt contains {token}, which stands for an image's pixels", "remove it")
-        for row in rows
-        for token in PIXEL_TOKENS
-        if token in row.prompt
-    ]
+    found = ((row, pixel_token(row.prompt)) for row in rows)
+    told = ((row, *pixel_token_told(token)) for row, token in found if token)
+    return [Problem(row.where, f"{row.name}: {what}", do) for row, what, do in told]
 
 
 def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:

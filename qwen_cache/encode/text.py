@@ -38,7 +38,7 @@ from qwen_cache.models.devices import has_streams, is_accelerator, join_on_devic
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.placement import WHOLE, Placement, place
 from qwen_cache.models.processor import load_processor, load_tokenizer
-from qwen_cache.models.template import VISION_END, Template
+from qwen_cache.models.template import VISION_END, Template, pixel_token, pixel_token_told
 from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.sources.sizes import Size
@@ -239,8 +239,12 @@ class TextEncoder:
     ) -> tuple[Float[torch.Tensor, "L D"], Bool[torch.Tensor, " L"]]:
         """The embeddings of `prompt` about `images` in one pass, and which rows are image tokens.
 
-        The modules and shapes are those of the pipelines; no row is left out.
+        The modules and shapes are those of the pipelines; no row is left out. SourceError for a prompt that contains a
+        token of an image's pixels.
         """
+        if token := pixel_token(prompt):
+            what, do = pixel_token_told(token)
+            raise SourceError(what, do=do)
         if not images:
             embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds
             return embeds, torch.zeros(len(embeds), dtype=torch.bool)

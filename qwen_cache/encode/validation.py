@@ -148,12 +148,12 @@ def _read(
     taken = {row.name: 1 for row in rows}
     more = [replace(row, name=unique(row.name, taken)) for row in more]
     rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
-    unfit = [*check(rows), *_check_sizes(model, rows)]
+    unfit = [*check(rows), *check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
     return rows, [*problems, *unusable, *unfit]
 
 
-def _check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
+def check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
     """The problems of sizes that the model cannot generate."""
     step = model.family.pixels_per_step
     for row in rows:

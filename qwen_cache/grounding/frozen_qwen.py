@@ -25,7 +25,7 @@ from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
 from qwen_cache.grounding.phrase import Span, find, parse, token_positions
 from qwen_cache.grounding.processor import ImageLike, to_pil
 from qwen_cache.models.processor import make_processor
-from qwen_cache.models.template import PIXEL_TOKENS, VISION_END, Template
+from qwen_cache.models.template import VISION_END, Template, pixel_token
 from qwen_cache.models.text_encoder import known_type, load_text_encoder, text_encoder_type
 
 _USER = "<|im_start|>user\n{}<|im_end|>\n"
@@ -122,8 +122,8 @@ class FrozenQwen(nn.Module):
         if not pil_images:
             raise SourceError("there is no image to look at")
         prompt, phrases = spans_of_phrases(text, phrase)
-        if pixel_token := next((token for token in PIXEL_TOKENS if token in prompt), None):
-            raise SourceError("the text has a token that stands for pixels", found=pixel_token)
+        if token := pixel_token(prompt):
+            raise SourceError("the text has a token that stands for pixels", found=token)
         inputs = self.inputs(pil_images, prompt)
         tokens = [self._positions(inputs["input_ids"], prompt, spans, len(pil_images)) for spans in phrases]
         placed = image_tokens(self.model.config, inputs["input_ids"], inputs["image_grid_thw"])

@@ -10,12 +10,23 @@ from dataclasses import dataclass
 
 VISION_END = "<|vision_end|>"
 PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
+"""Tokens that stand for pixels, which no prompt may contain."""
 IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
 
 
 def chat(system: str) -> str:
     """The frame of a chat with this system message."""
     return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def pixel_token(prompt: str) -> str | None:
+    """The first token in a prompt that stands for pixels; None if it has none."""
+    return next((token for token in PIXEL_TOKENS if token in prompt), None)
+
+
+def pixel_token_told(token: str) -> tuple[str, str]:
+    """What is wrong with a prompt that contains the token, and what to do."""
+    return f"the prompt contains {token}, which stands for an image's pixels", "remove it"
 
 
 @dataclass(frozen=True)

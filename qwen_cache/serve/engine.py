@@ -30,6 +30,7 @@ from qwen_cache.encode.builder import (
 from qwen_cache.encode.edit_mask import EditMasks
 from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
+from qwen_cache.encode.validation import check_sizes
 from qwen_cache.errors import BusyError, QwenCacheError, ServerFaultError, SourceError, StoppingError, first_line
 from qwen_cache.format.codec import decode
 from qwen_cache.format.one_sample import uncompressed
@@ -120,7 +121,7 @@ class Engine:
     def plan(self, row: Row) -> list[PlannedSample]:
         """The samples of a row, with their keys; SourceError with all of its problems. Decodes images that are new."""
         (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend)
-        if problems := check_prompts(self.job.model, [row]):
+        if problems := [*check_prompts(self.job.model, [row]), *check_sizes(self.job.model, [row])]:
             raise SourceError(problems[0].what, where=row.where, do=problems[0].do)
         return plan_row(row, self._rules, _Known(self))
 

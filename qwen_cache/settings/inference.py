@@ -29,7 +29,7 @@ class PredictConfig(Section):
     max_sequence_length: Annotated[int, Field(gt=0, le=1024)] | None = None
     """Tokens kept of a prompt without images, by default 512; not for Qwen-Image-2.1."""
     height: Side | None = None
-    """Rounded down to 16 pixels (Qwen-Image-2.1: 32), as the width; when not given, about 1024² (Qwen-Image-2.1:
+    """A multiple of 16 pixels (Qwen-Image-2.1: 32), as the width; when not given, about 1024² (Qwen-Image-2.1:
     output_resolution²) in the shape of the last image."""
     width: Side | None = None
     """Width of the image, with the same limits and default as the height."""

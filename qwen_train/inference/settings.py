@@ -123,14 +123,15 @@ def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
 
 
 def _check_sides(model: ModelFolder, config: PredictConfig) -> None:
-    """Raise ConfigError for a side that would be rounded down to nothing."""
-    least = model.family.pixels_per_step
+    """Raise ConfigError for a side that the pipeline would round down."""
+    step = model.family.pixels_per_step
     for name in ("height", "width"):
         side = getattr(config, name)
-        if side is not None and side < least:
+        if side is not None and side % step:
+            below = side // step * step
             raise ConfigError(
-                f"the sides of {model.family.name} are multiples of {least} pixels",
-                expected=f"{least} or more",
+                f"the sides of {model.family.name} are multiples of {step} pixels",
+                expected=f"{below} or {below + step}" if below else f"{step} or more",
                 found=f"predict.{name}={side}",
             )
 
