@@ -102,6 +102,23 @@ def test_what_is_new_is_encoded_once_it_rests(watched: Watched) -> None:
     assert "nothing to do" in build(watched.source, watched.out, watched.model).stderr
 
 
+def test_a_row_with_another_name_is_listed_under_it(watched: Watched) -> None:
+    """It needs no encoder; a dry run says that there is work, as `build` then says."""
+
+    def rename() -> None:
+        for path in [*watched.source.rglob("cup*")]:
+            path.rename(path.with_name(path.name.replace("cup", "mug")))
+
+    assert watched(nothing, nothing).code == 0
+    rename()
+    check = ("--dry-run", "--check")
+    assert build(watched.source, watched.out, watched.model, *check).code == 1
+    assert watched(nothing, nothing, nothing).code == 0
+    assert watched.names() == ["cat", "china", "flower", "mug"]
+    assert len(watched.encoded()) == 4
+    assert build(watched.source, watched.out, watched.model, *check).code == 0
+
+
 def test_what_cannot_be_read_for_a_while_keeps_its_samples(watched: Watched) -> None:
     """An image that is written again in place, a disk that is not there, an empty folder, another writer."""
     image, away = watched.source / "target_images" / "cat.png", watched.source.with_name("away")

@@ -89,7 +89,7 @@ class Task:
         """Whether the cache is out of date or damaged, or the source has faults."""
         plan = self.plan
         is_fault = any(notice.is_fault for notice in self.notices)
-        return bool(plan.missing or plan.removed or plan.problems or self.update.damaged or is_fault)
+        return bool(plan.problems or is_fault) or not self.update.is_nothing
 
     @property
     def notices(self) -> tuple[Notice, ...]:
@@ -460,6 +460,8 @@ def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
         out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
     if plan.removed and not task.is_repair:
         out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} removed from the source, and now from the dataset")
+    if not (plan.missing or plan.removed or task.update.is_nothing or task.is_repair):
+        out.print(f"{INDENT}names or their order have changed: the list of samples is written anew")
     changed = [sample for sample in plan.missing if sample.reasons != ("new",)]
     if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
         changed = []  # the summary has the reason

@@ -16,11 +16,13 @@ from qwen_cache.console import console, print_problems, verbatim
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.load import check_devices, load_lanes
+from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.settled import Look, settled
 from qwen_cache.encode.validation import is_wanted, loaded_once
 from qwen_cache.errors import ConfigError, DeviceError, FormatError, ModelError, Problem, QwenCacheError
 from qwen_cache.extras import require
 from qwen_cache.format import directory
+from qwen_cache.format.update import Existing
 from qwen_cache.settings.load import Config
 from qwen_cache.system_errors import message_of
 
@@ -91,11 +93,13 @@ class Watch:
 
     def _look(self) -> int:
         job = self._prepare()
-        plan = builder.plan_build(job, builder.load_existing(job))
+        existing = builder.load_existing(job)
+        plan = builder.plan_build(job, existing)
         before, self._before = self._before, Look.of(job, plan)
         self._print_problems(plan.problems)
         job = settled(job, self._before, before)
-        wanted = {row.name for row in job.rows}.intersection(sample.row.name for sample in plan.missing)
+        new = {sample.row.name for sample in plan.missing} | _renamed(job, existing, plan)
+        wanted = new.intersection(row.name for row in job.rows)
         if not job.rows or not (wanted or any(not job.keeps(name) for name in plan.removed)):
             return 0
         with directory.writing(job.folder):
@@ -113,3 +117,10 @@ class Watch:
         if text not in self._said:
             console().print(f"waiting: {text}", markup=False)
             self._said.add(text)
+
+
+def _renamed(job: BuildJob, existing: Existing, plan: BuildPlan) -> set[str]:
+    """The names of rows that the cache has under another name."""
+    cached = existing.of_recipe(job.recipe_name)
+    names = dict(zip(cached.each("key"), cached.each("name"), strict=True))
+    return {each.row.name for each in plan.samples if not each.reasons and names.get(each.key) != each.row.name}
