@@ -128,10 +128,12 @@ NAMES_ITS_PARSER = {
     "torch.load": "weights_only",
     "AutoTokenizer.from_pretrained": "trust_remote_code",
     "tarfile.open": "mode",
-    "yaml.load": "Loader",
 }
 """Calls that would let a file choose what reads it, and the argument that takes the choice."""
-CHOOSES_ITS_PARSER = ("eval", "exec", "os.system", "yaml.safe_load", "yaml.full_load", *("pickle.load", "pickle.loads"))
+CHOOSES_ITS_PARSER = (
+    *("eval", "exec", "os.system", "pickle.load", "pickle.loads"),
+    *("yaml.load", "yaml.safe_load", "yaml.full_load"),
+)
 
 
 def test_no_file_chooses_what_reads_it() -> None:
@@ -150,7 +152,6 @@ def test_no_file_chooses_what_reads_it() -> None:
     assert found == {
         ("qwen_cache/importers/source.py", "torch.load"): "True",
         ("qwen_cache/models/processor.py", "AutoTokenizer.from_pretrained"): "False",
-        ("qwen_cache/settings/yaml_text.py", "yaml.load"): "_BoundedLoader",
         ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
         ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",
         ("qwen_cache/ui/train/images.py", "Image.open"): "['PNG']",

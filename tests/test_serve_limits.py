@@ -153,7 +153,9 @@ def test_connections_are_counted(tiny_model: Callable[[str], Path], tmp_path: Pa
         wait_until(lambda: httpx2.get(f"{url}/readyz", timeout=HANG).is_success)
 
 
-def test_no_request_holds_up_the_others(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_holds_up_the_others(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The largest allowed of each field takes less than a second of the thread that answers everybody."""
     slowest = [0.0]
     run_handle = asyncio.events.Handle._run  # type: ignore[attr-defined]
@@ -167,7 +169,8 @@ def test_no_request_holds_up_the_others(url: str, monkeypatch: pytest.MonkeyPatc
     controls = [("control", (None, "x" * MAX_TEXT))] * MAX_CONTROLS
     spans = [[2 * i, 2 * i + 1] for i in range(MAX_SPANS)]
     images = [(role, ("x" * 4000, png(1))) for role in ("target", "control")]
-    with httpx2.Client(base_url=url, timeout=HANG) as http:
+    job = service_job(tiny_model("edit-plus"), tmp_path / "pool", "serve.body_seconds=600")
+    with running(job) as url, httpx2.Client(base_url=url, timeout=HANG) as http:
         for fields in ({"prompt": "é" * (MAX_TEXT // 2)}, {"prompt": "x" * MAX_TEXT, "phrase": str(spans)}):
             assert http.post("/v1/samples", data=fields, files=images).status_code == 202
         assert http.post("/v1/samples", data={"prompt": "x"}, files=controls).status_code == 422

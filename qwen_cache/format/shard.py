@@ -77,11 +77,10 @@ class ShardWriter:
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
         """Append a sample; `tensors` are the stored bytes of each of `meta.tensors`, by name.
 
-        Raises FormatError, and appends nothing, for metadata that readers refuse, such as too long a prompt.
+        Raises MemberError, and appends nothing, for metadata that readers refuse: too long a prompt.
         """
         start = self.size
         first_member, header, end = _around_tensors(meta, self.format_version)
-        parse_sample(meta.to_bytes(self.format_version), meta.key, self.format_version)
         self._write(first_member)
         self._write(header)
         begin = self.size

@@ -26,7 +26,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.remote import Stored
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples
-from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.sample import SampleMeta, parse_sample
 from qwen_cache.format.shard import (
     END_OF_ARCHIVE,
     Entry,
@@ -221,10 +221,12 @@ class Pool:
         return self._images
 
     def add(self, name: str, meta: SampleMeta, tensors: Tensors) -> None:
-        """Append a sample to the open shard; the errors of `ShardWriter.add` leave the shard as it was."""
+        """Append a sample to the open shard. FormatError if it could not be read back; no error changes the shard."""
+        stored = compress(meta, tensors, self.job.config.cache.compression)
+        parse_sample(stored[0].to_bytes(self.job.format_version), meta.key, self.job.format_version)
         shard = self._growing()
         try:
-            shard.writer.add(*compress(meta, tensors, self.job.config.cache.compression))
+            shard.writer.add(*stored)
         except OSError:
             self._reopen(shard)
             raise
