@@ -30,7 +30,7 @@ from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from PIL import Image
@@ -84,9 +84,16 @@ def slow_down(seconds: float) -> None:
 class Server:
     """A server in a process of its own, which can be killed and started again at the same address."""
 
-    def __init__(self, model: Path, pool: Path, settings: Sequence[str] = (), encoder_seconds: float = 0) -> None:
+    def __init__(
+        self,
+        model: Path,
+        pool: Path,
+        settings: Sequence[str] = (),
+        encoder_seconds: float = 0,
+        log: int | IO[bytes] = subprocess.DEVNULL,
+    ) -> None:
         self.model, self.pool, self.address = model, pool, "127.0.0.1:0"
-        self.settings, self.encoder_seconds = (*SETTINGS, *settings), encoder_seconds
+        self.settings, self.encoder_seconds, self.log = (*SETTINGS, *settings), encoder_seconds, log
         self.process: subprocess.Popen[str] | None = None
         self.peak = 0
 
@@ -102,7 +109,7 @@ class Server:
             [sys.executable, "-c", code, *map(str, command)],
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), *sys.path])},
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=self.log,
             text=True,
         )
         assert self.process.stdout is not None
