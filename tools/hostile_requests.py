@@ -81,7 +81,7 @@ HEADER_VALUES: dict[bytes, tuple[bytes, ...]] = {
     b"If-Range": (b"a", b'"', b"\xff", b"Thu, 01 Jan 1970 00:00:00 GMT", b"x" * 5000),
     b"If-None-Match": (b"*", b'"a"', b"\xff"),
     b"Expect": (b"100-continue", b"200-ok", b""),
-    b"Connection": (b"close", b"Upgrade", b"keep-alive", b"TE, \xff"),
+    b"Connection": (b"close", b"Upgrade", b"keep-alive", b"close, \xff"),
     b"Upgrade": (b"websocket", b"h2c", b"TLS/1.0"),
     b"Accept-Encoding": (b"gzip", b"*;q=nan", b"\xff"),
     b"Cookie": (b"a=b; \xff", b"x" * 60_000),
@@ -561,14 +561,14 @@ MODES = ("RGB", "RGBA", "L", "LA", "P", "1", "CMYK", "I;16", "F", "YCbCr")
 SIZES = ((96, 64), (1, 1), (1, 300), (300, 1), (15, 17), (2, 399), (700, 500), (1500, 1500))
 
 
-def _picture(random: Random, size: tuple[int, int]) -> Image.Image:
+def _pattern(random: Random, size: tuple[int, int]) -> Image.Image:
     pixels = np.random.default_rng(random.getrandbits(64)).integers(0, 255, (8, 8, 3), np.uint8)
     return Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC)
 
 
 def _png(random: Random) -> bytes:
     file = io.BytesIO()
-    _picture(random, (96, 64)).save(file, "PNG")
+    _pattern(random, (96, 64)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -583,10 +583,10 @@ def _hostile_image(random: Random) -> bytes:
 
 
 def _encoded(random: Random) -> bytes:
-    """A picture in a random mode, size and format, where Pillow can write that."""
+    """A pattern in a random mode, size and format, where Pillow can write that."""
     file, kind, mode = io.BytesIO(), random.choice(FORMATS), random.choice(MODES)
     try:
-        image = _picture(random, random.choice(SIZES)).convert(mode)
+        image = _pattern(random, random.choice(SIZES)).convert(mode)
         options = {"save_all": True, "append_images": [image.copy()]} if random.random() < 0.2 else {}
         exif = Image.Exif()
         exif[0x0112] = random.choice((0, 3, 6, 8, 9, 65_535))

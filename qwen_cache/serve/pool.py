@@ -286,8 +286,10 @@ class Pool:
             return False
         with self._lock:
             self._open = [shard for shard in self._open if shard not in bad]
+            for shard in bad:
+                shard.mapped = shard.bytes()
         for shard in bad:
-            shard.mapped = shard.bytes()
+            assert shard.mapped is not None
             for key in [key for key in shard.entries if key not in without]:
                 entry, new = shard.entries[key], self._growing()
                 new.writer.add(entry.meta, dict(tensor_bytes(entry, shard.mapped)))
@@ -305,7 +307,8 @@ class Pool:
 
     def _seal(self, shard: OpenShard) -> Stored:
         """Seal a shard. An error leaves it as it was. Readers never see its file move."""
-        shard.mapped = shard.bytes()
+        with self._lock:  # a reader may be about to map the file under its old name
+            shard.mapped = shard.bytes()
         try:
             return shard.writer.seal(self._folder)
         except OSError:
