@@ -28,6 +28,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample, open_cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.one_sample import OneSample, parse_members
+from qwen_cache.storage.mapped import open_file
 from qwen_cache.storage.url import BLOCK, Url
 from qwen_cache.torch import TENSORS, Item, as_item
 
@@ -80,7 +81,7 @@ class ShardOpener:
     def _open(self, name: str) -> BinaryIO:
         if isinstance(self.folder, Url):
             return io.BufferedReader(_RemoteShard(self.folder / name, self.sizes[name]), BLOCK)
-        file: BinaryIO | None = directory.find_shard(self.folder, name, lambda path: path.open("rb"))
+        file: BinaryIO | None = directory.find_shard(self.folder, name, lambda path: os.fdopen(open_file(path), "rb"))
         if file is None:
             raise directory.missing_shard(self.folder, name)
         if (size := os.fstat(file.fileno()).st_size) != self.sizes[name]:

@@ -15,7 +15,7 @@ from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed, require
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model, read_config
+from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.remembered import file_digest, remembered_digest
@@ -70,8 +70,7 @@ def starting(
             samples = open_followed(config, taken)
             validation_cache = open_validation_cache(config)
         check_samples(config, model, samples, validation_cache)
-        scheduler = read_config(model.component("scheduler") / "scheduler_config.json")
-        check_timesteps(config.train, float(scheduler.get("shift_terminal") or 0))
+        check_timesteps(config.train, float(model.scheduler_config.get("shift_terminal") or 0))
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
         assistant = find_assistant(config.train)

@@ -18,7 +18,6 @@ from qwen_cache.batching.batch_plan import Summary
 from qwen_cache.batching.epoch import BEGIN, Begin
 from qwen_cache.console import console, verbatim
 from qwen_cache.models.devices import choose_device, torch_dtype
-from qwen_cache.models.folder import read_config
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.storage.durable import make_folder, write_durably
@@ -142,7 +141,7 @@ def make_batches(
     samples = samples or start.samples or open_samples(config, start.to_encode)
     if start.samples is None and start.validation_cache is not None:
         check_validation_cache(start.validation_cache, samples, config.validation)
-    scheduler = read_config(start.model.component("scheduler") / "scheduler_config.json")
+    scheduler = start.model.scheduler_config
     schedule, ranks = NoiseSchedule.of_config(scheduler), accelerator.num_processes
     rank = accelerator.process_index
     batches = Batches(samples, config.train, schedule, rank=rank, world_size=ranks, begin=begin)

@@ -17,6 +17,7 @@ from qwen_cache.json_text import parse_json
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import LoraConfig
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
+from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.remembered import file_digest
 from qwen_train.data.commits import TakenIn
 from qwen_train.run_folder import STATE
@@ -148,8 +149,8 @@ def check_resumable(start: Start) -> None:
 def _whole_state(checkpoint: Path) -> dict[str, Any] | None:
     """The compared entries of state.json; None if its checksum is wrong or they are missing."""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        listed = parse_json((checkpoint / CHECKSUMS).read_bytes())["files"][STATE]["xxh3_128"]
-        state = parse_json((checkpoint / STATE).read_text(encoding="utf-8"))
+        listed = parse_json(read_file(checkpoint / CHECKSUMS))["files"][STATE]["xxh3_128"]
+        state = parse_json(read_file(checkpoint / STATE))
         if listed == file_digest(checkpoint / STATE):
             origin = state["origin"]
             named = filter(None, (origin["model"], origin.get("transformer")))

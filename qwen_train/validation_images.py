@@ -21,6 +21,7 @@ from qwen_cache.console import plural
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.models.family import Family
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import ValidationConfig
 from qwen_cache.storage.checksums import sealed
@@ -82,7 +83,7 @@ class ValidationImages:
         return generate_cached(
             sample,
             transformer,
-            FlowMatchEulerDiscreteScheduler.from_config(self.scheduler),
+            from_config(FlowMatchEulerDiscreteScheduler, self.scheduler),
             family=self.family,
             num_inference_steps=self.config.num_inference_steps,
             true_cfg_scale=true_cfg_scale,

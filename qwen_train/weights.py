@@ -23,6 +23,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
+from qwen_cache.models.loading import explained
 from qwen_cache.models.quantized_linear import torchao_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.train import TrainConfig
@@ -78,14 +79,10 @@ def _load_folder(
     folder = model.component("transformer")
     check_component(folder)
     options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED, device, offloaded=offloaded)
-    try:
+    with explained("the transformer", folder, do=None):
         transformer, info = model_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
         )
-    except torch.OutOfMemoryError:
-        raise  # the files are not the reason
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
     if info["missing_keys"]:
         raise ModelError(
             "weights are missing",

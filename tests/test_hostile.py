@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 from transformers import PreTrainedConfig
 
-from qwen_cache import FormatError, QwenCacheError, open_cache
+from qwen_cache import FormatError, QwenCacheError, open_cache, webdataset
 from qwen_cache.errors import RULES, ModelError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
@@ -55,7 +57,7 @@ def no_hang() -> Iterator[None]:
         raise AssertionError("it hangs")
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(10)
+    signal.alarm(300)  # also on a busy machine
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -117,6 +119,8 @@ def test_a_shard_that_is_no_file_is_refused(
         open_cache(cache)[0].buffer("image_latents")
     assert str(refused.value).startswith(f"{shard}: not a regular file [F6]\n  → restore the shard")
     assert [str(fault) for fault in verify_cache(cache)] == [str(refused.value)]
+    with pytest.raises(FormatError, match="not a regular file"):
+        list(webdataset.open(cache))
     merged = run("qwen-cache", "merge", cache, "--out", tmp_path / "out")
     assert (merged.code, "not a regular file [F6]" in merged.stderr) == (2, True)
 
@@ -333,10 +337,263 @@ def test_a_models_folder_runs_no_code_and_asks_nobody(
     with pytest.raises(ModelError) as caught:
         load_processor(model)
     assert str(caught.value).startswith(f"{folder / 'processor'}: processor cannot be loaded: ")
-    config = {"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"], "attn_implementation": "own/kernel"}
+    config: dict[str, Any] = {"auto_map": {"AutoModel": "own.Own"}, "architectures": ["Own"]}
+    inside = json.loads((folder / "text_encoder" / "config.json").read_text())["vision_config"]
+    inside |= {"_attn_implementation": "own/kernel", "to_dict": 3}
+    config |= {"attn_implementation": "own/kernel", "vision_config": inside, "transformers_weights": "x.safetensors"}
     change(folder / "text_encoder" / "config.json", **config)
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda *_, **__: ({}, {}))  # what it does after EIO
     encoder = load_text_encoder(model.component("text_encoder"), torch.float32)
     assert encoder.config.text_config.hidden_size < 1000  # not the 7B model with random weights
     assert encoder.config._attn_implementation == encoder.config.vision_config._attn_implementation == "sdpa"
     assert not mark.exists()
+
+
+def changed(settings: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The settings with another value at a dotted name."""
+    first, _, rest = path.partition(".")
+    return settings | {first: changed(settings[first], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("inside", ["", "text_config.", "vision_config."])
+@pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_the_memory_plan_follows_no_code_that_a_configuration_names(
+    name: str, inside: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """transformers would ask the hub for the kernel, and import it."""
+    from qwen_cache.encode.memory import TextWork, text_lane
+
+    settings = json.loads((tiny_model("edit-plus") / "text_encoder" / "config.json").read_text(encoding="utf-8"))
+    work = TextWork(((28, 28),), 5)
+    for kernel in ("own/kernel", "flash_attention_2", 3):
+        named = changed(settings, inside + name, kernel)
+        found = text_lane(json.dumps(named), work, torch.float32)
+        assert found == text_lane(json.dumps(settings), work, torch.float32)
+
+
+def linked(folder: Path) -> Path:
+    """The folder as the hub's cache has it: every file is a link to one with another name."""
+    blobs = folder.parent / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(path for path in folder.rglob("*") if path.is_file())):
+        path.rename(blobs / str(number))
+        path.symlink_to(blobs / str(number))
+    return folder
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.path.relpath(path))  # its whole path may be too long for a socket
+
+
+PARTS = ["vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler"]
+KINDS_OF_FILES = {"a pipe": os.mkfifo, "a device": link_to_a_device, "a socket": make_socket}
+
+
+@pytest.mark.parametrize("kind", KINDS_OF_FILES)
+def test_a_file_of_a_model_that_is_no_file_is_refused(
+    kind: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it would be hashed or loaded. Links to files are followed."""
+    from qwen_cache.models.files import check_files
+    from qwen_cache.models.folder import fingerprint, open_model, read_config
+    from qwen_cache.models.loading import load_whole
+
+    monkeypatch.chdir(tmp_path)
+    original = tiny_model("edit-plus")
+    folder = linked(Path(shutil.copytree(original, tmp_path / "model")))
+    open_model(str(folder), PARTS)
+    assert fingerprint([folder / "vae"]) == fingerprint([original / "vae"])
+    for path in sorted(path for part in PARTS for path in (folder / part).iterdir()):
+        file = os.readlink(path)
+        path.unlink()
+        KINDS_OF_FILES[kind](path)
+        told = f"{path}: this file cannot be read: not a regular file\n  → download this component again"
+        reading: list[Callable[[], object]] = [
+            lambda: open_model(str(folder), PARTS),
+            lambda path=path: check_files(path.parent),
+            lambda path=path: fingerprint([path.parent], (path.name,)),
+            lambda path=path: load_whole(object, path.parent),
+            *([lambda path=path: read_config(path)] if path.suffix == ".json" else []),
+        ]
+        for read in reading:
+            with pytest.raises(ModelError) as refused:
+                read()
+            assert str(refused.value) == told
+        path.unlink()
+        path.symlink_to(file)
+    (folder / "vae" / "config.json").unlink()
+    KINDS_OF_FILES[kind](folder / "vae" / "config.json")
+    for program, command in (("qwen-cache", "build"), ("qwen-train", "predict")):
+        result = run(program, command, *(["--prompt", "x"] if command == "predict" else [folder]), "--model", folder)
+        assert (result.code, "vae/config.json: this file cannot be read: not a regular file" in result.stderr) == (
+            2,
+            True,
+        )
+
+
+def test_texts_of_a_size_that_no_model_has_are_not_read(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    from qwen_cache.models.files import MAX_TEXT, check_files
+    from qwen_cache.models.folder import read_config
+
+    folder = Path(shutil.copytree(tiny_model("edit-plus") / "vae", tmp_path / "vae"))
+    with open(folder / "config.json", "r+b") as file:
+        file.truncate(1 << 40)
+    for read in (lambda: read_config(folder / "config.json"), lambda: check_files(folder)):
+        with pytest.raises(ModelError) as refused:
+            read()
+        assert f"config.json: no file of this kind is so long (expected at most {MAX_TEXT} bytes" in str(refused.value)
+
+
+def test_an_adapter_beside_the_weights_is_not_loaded_with_them(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers imports a module that its settings name."""
+    from qwen_cache.models.text_encoder import load_text_encoder
+
+    folder = Path(shutil.copytree(tiny_model("edit-plus") / "text_encoder", tmp_path / "text_encoder"))
+    (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ModelError) as refused:
+        load_text_encoder(folder, torch.float32)
+    told = "adapter_config.json: an adapter is beside the weights, and would be loaded with them\n  → merge it into"
+    assert told in str(refused.value)
+
+
+INDEXES = {
+    "a list": ("[]", "list indices must be integers"),
+    "nothing": ("{}", "no 'weight_map'"),
+    "no metadata": ('{"weight_map": {}}', "no 'metadata'"),
+    "another map": ('{"metadata": {}, "weight_map": []}', "weight_map and metadata are objects"),
+    "lists of files": ('{"metadata": {}, "weight_map": {"a": ["b"]}}', "['b'] is no .safetensors file of its folder"),
+    "a file elsewhere": ('{"metadata": {}, "weight_map": {"a": "../b.safetensors"}}', "'../b.safetensors' is no"),
+    "a pickle": ('{"metadata": {}, "weight_map": {"a": "b.bin"}}', "'b.bin' is no .safetensors file of its folder"),
+    "a tensor twice": ('{"metadata": {}, "weight_map": {"a": "1", "a": "2"}}', 'the key "a" is there twice'),
+    "a tower": ("[" * 100_000, "it is nested more than 100 deep"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_of_shards_that_is_none_is_refused(
+    case: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from qwen_cache.models.folder import open_model
+
+    text, found = INDEXES[case]
+    folder = Path(shutil.copytree(tiny_model("edit-plus"), tmp_path / "model"))
+    (folder / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    index = folder / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(text, encoding="utf-8")
+    with pytest.raises(ModelError) as refused:
+        open_model(str(folder), ["transformer"])
+    assert str(refused.value).startswith(f"{index}: this is no index of shards (expected an object with metadata and")
+    assert f"found {found}" in str(refused.value)
+
+
+TRANSFORMER, VAE, TEXT = "transformer/config.json", "vae/config.json", "text_encoder/config.json"
+SCHEDULER = "scheduler/scheduler_config.json"
+IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
+    (
+        TRANSFORMER,
+        "num_attention_heads",
+        "3",
+        "num_attention_heads has a value that no model has (expected a valid int",
+    ),
+    (
+        TRANSFORMER,
+        "num_layers",
+        None,
+        "num_layers has a value that no model has (expected a valid integer, found None)",
+    ),
+    (TRANSFORMER, "num_layers", -1, "num_layers has a value that no model has (expected greater than or equal to 1"),
+    (TRANSFORMER, "num_layers", 10**6, "(expected less than or equal to 1000, found 1000000)"),
+    (TRANSFORMER, "num_attention_heads", True, "(expected a valid integer, found True)"),
+    (TRANSFORMER, "attention_head_dim", 1 << 30, "(expected less than or equal to 1024, found 1073741824)"),
+    (TRANSFORMER, "axes_dims_rope", [1 << 20] * 3, "axes_dims_rope.0 has a value that no model has"),
+    (TRANSFORMER, "axes_dims_rope", [4, 14, 12], "axes_dims_rope: must add up to attention_head_dim, 32"),
+    (TRANSFORMER, "in_channels", 0, "in_channels has a value that no model has (expected 64, found 0)"),
+    (TRANSFORMER, "patch_size", 0, "patch_size has a value that no model has"),
+    (TRANSFORMER, "patch_size", 4, "out_channels: times patch_size² must be 64"),
+    (TRANSFORMER, "use_additional_t_cond", True, "use_additional_t_cond: must be false"),
+    (TRANSFORMER, "quantization_config", [], "quantization_config has a value that no model has (expected an object"),
+    (TRANSFORMER, "quantization_config", {"bytes_per_weight": "x"}, "quantization_config.bytes_per_weight has a value"),
+    (VAE, "temperal_downsample", None, "temperal_downsample has a value that no model has (expected a valid list"),
+    (VAE, "temperal_downsample", [True], "temperal_downsample: must have 3 values, one less than dim_mult"),
+    (VAE, "num_res_blocks", 10**6, "num_res_blocks has a value that no model has"),
+    (VAE, "latents_mean", [1.0], "latents_mean has a value that no model has (expected List should have at least 16"),
+    (VAE, "latents_mean", [math.nan] * 16, "latents_mean.0 has a value that no model has (expected a finite number"),
+    (VAE, "latents_std", [0.0] * 16, "latents_std.0 has a value that no model has (expected greater than 0"),
+    (TEXT, "text_config", {"num_hidden_layers": 4}, "text_config.hidden_size is missing"),
+    (TEXT, "text_config.num_hidden_layers", 10**6, "text_config.num_hidden_layers has a value that no model has"),
+    (TEXT, "text_config.hidden_size", 1 << 30, "text_config.hidden_size has a value that no model has"),
+    (TEXT, "text_config.hidden_size", 66, "text_config.hidden_size: must be a multiple of num_attention_heads, 4"),
+    (TEXT, "text_config.rope_parameters.mrope_section", [2, 3, 4], "mrope_section: must add up to 8, half of a head"),
+    (TEXT, "text_config.rope_parameters", None, "text_config.mrope_section: must add up to 8, half of a head"),
+    (TEXT, "vision_config.depth", 10**6, "vision_config.depth has a value that no model has"),
+    (TEXT, "vision_config.out_hidden_size", 32, "vision_config.out_hidden_size: must be the width of the language"),
+    (SCHEDULER, "max_image_seq_len", 256, "max_image_seq_len: must be above base_image_seq_len, 256"),
+    (SCHEDULER, "max_shift", 1e5, "max_shift: is too far from base_shift for the lengths between them"),
+    (SCHEDULER, "shift_terminal", "low", "shift_terminal has a value that no model has"),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "told"), IMPOSSIBLE, ids=[f"{it[1]}={it[2]}"[:40] for it in IMPOSSIBLE]
+)
+def test_a_value_that_no_model_has_is_refused_before_one_is_made(
+    file: str, key: str, value: Any, told: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Some were a traceback, some minutes of silence, and some changed every latent without a word."""
+    from qwen_cache.models.folder import read_config
+
+    settings = json.loads((tiny_model("edit-plus") / file).read_text(encoding="utf-8"))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    assert read_config(path) == settings
+    path.write_text(json.dumps(changed(settings, key, value)), encoding="utf-8")
+    with pytest.raises(ModelError) as refused:
+        read_config(path)
+    assert str(refused.value).startswith(f"{path}: ")
+    assert told in str(refused.value)
+    assert str(refused.value).endswith("\n  → restore the file from the model's repository")
+
+
+def test_a_key_twice_in_a_configuration_counts_where_it_is_read(
+    tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from qwen_cache.models.folder import read_config
+
+    text = (tiny_model("edit-plus") / TEXT).read_text(encoding="utf-8")
+    path = tmp_path / "config.json"
+    path.write_text(text.replace('"architectures"', '"architectures": ["Other"], "architectures"'), encoding="utf-8")
+    assert read_config(path) == json.loads(text)
+    path.write_text(
+        text.replace('"num_hidden_layers"', '"num_hidden_layers": 2, "num_hidden_layers"'), encoding="utf-8"
+    )
+    with pytest.raises(
+        ModelError, match=r"config.json: the key num_hidden_layers is there twice\n  → restore the file"
+    ):
+        read_config(path)
+
+
+def test_every_way_to_the_values_goes_through_the_check(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Of the scheduler whatever class it names; of the images when their processor is made."""
+    from qwen_cache.models.folder import open_model
+    from qwen_cache.models.processor import load_processor
+
+    folder = Path(shutil.copytree(tiny_model("edit-plus"), tmp_path / "model"))
+    model = open_model(str(folder), PARTS)
+    change(folder / SCHEDULER, _class_name="Other", base_shift=None)
+    with pytest.raises(ModelError, match=r"scheduler_config.json: base_shift has a value that no model has"):
+        _ = model.scheduler_config
+    images = folder / "processor" / "preprocessor_config.json"
+    for patch_size, told in (
+        (0, "patch_size has a value that no model has"),
+        (16, "patch_size is not the text encoder's"),
+    ):
+        change(images, patch_size=patch_size)
+        with pytest.raises(ModelError) as refused:
+            load_processor(model)
+        assert str(refused.value).startswith(f"{folder / 'processor'}: {told}")
+    (folder / "processor" / "tokenizer.json").write_text('{"model": {"type": "BPE", "vocab": 3}}', encoding="utf-8")
+    with pytest.raises(ModelError, match=r"processor cannot be loaded: "):
+        load_processor(model)

@@ -633,6 +633,18 @@ def test_qflux_metadata_that_is_too_deep_or_has_a_key_twice_is_refused(
     refused(import_("qflux", source, tmp_path / "out"), f'{path}: not JSON: the key "img_shapes" is there twice')
 
 
+@pytest.mark.parametrize(
+    ("tool", "pattern"),
+    [("musubi", "*_te.safetensors"), ("qflux", "prompt_embeds/*.pt"), ("diffusion-pipe", "metadata.db")],
+)
+def test_a_pipe_is_not_waited_for(tool: str, pattern: str, made: list[TrainerSample], tmp_path: Path) -> None:
+    source = WRITE[tool](tmp_path / "theirs", made[:1])
+    path = next(source.rglob(pattern))
+    path.unlink()
+    os.mkfifo(path)
+    refused(import_(tool, source, tmp_path / "out"), "not a regular file")
+
+
 def test_a_view_in_place_of_a_table_is_refused(made: list[TrainerSample], tmp_path: Path) -> None:
     """A view computes whatever it likes: this one has no end."""
     source = write_diffusion_pipe(tmp_path / "theirs", made[:1])

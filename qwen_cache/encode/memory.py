@@ -24,14 +24,16 @@ from qwen_cache.encode.text import select_rows
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.encode.vae import encoder_parts
 from qwen_cache.models.live_bytes import bytes_of, peak_of, with_reserve
+from qwen_cache.models.loading import explained, from_config
 from qwen_cache.models.offload import ALIGNMENT, ON_DEVICE, piece_sizes
 from qwen_cache.models.placement import WHOLE, Placement
 from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization, in_pieces
-from qwen_cache.models.text_encoder import MODELS, known_type
+from qwen_cache.models.text_encoder import MODELS, model_config
 from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.sources.sizes import Size
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
+TEXT_ENCODER = "text_encoder/config.json"
 FRAME = 80  # tokens before the last image: the system message, 64 in the 20B family, and what names the images
 ROWS = 2  # prompts after the images in one pass: that of the sample and the empty one
 
@@ -98,7 +100,7 @@ def vae_on_meta(config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """The stock VAE with this config.json, without data."""
     kind = supported_vae(config.get("_class_name"), "vae/config.json")
     with torch.device("meta"):
-        return in_dtype(kind.from_config(dict(config)), dtype)
+        return in_dtype(from_config(kind, config, "vae/config.json"), dtype)
 
 
 def encoding(vae: Any, image: Size, dtype: torch.dtype) -> int:
@@ -143,10 +145,10 @@ def text_lane(
 
     `partial` says whether weights wait in host memory: `placement.is_partial` of the device.
     """
-    settings = json.loads(config)
-    kind = MODELS[known_type(settings.get("model_type"))]
-    with torch.device("meta"):
-        model = in_dtype(kind(kind.config_class.from_dict(settings)).model, dtype)
+    settings = model_config(json.loads(config), TEXT_ENCODER)
+    kind = MODELS[settings.model_type]
+    with torch.device("meta"), explained(kind.__name__, TEXT_ENCODER):
+        model = in_dtype(kind(settings).model, dtype)
     weights, host = bytes_of(model), 0
     quantization = QUANTIZATIONS.get(placement.quantization)
     layers = [_layer_bytes(layer, quantization) for layer in model.language_model.layers]
@@ -207,8 +209,7 @@ def grid_of(vision: Mapping[str, Any], image: Size) -> tuple[int, int]:
 
 def image_token_count(config: Mapping[str, Any], images: Sequence[Size]) -> int:
     """The tokens of images of these pixels, by the text encoder's config.json."""
-    kind = MODELS[known_type(config.get("model_type"))]
-    vision = kind.config_class.from_dict(dict(config)).vision_config.to_dict()
+    vision = model_config(config, TEXT_ENCODER).vision_config.to_dict()
     return sum(h * w // vision["spatial_merge_size"] ** 2 for h, w in (grid_of(vision, image) for image in images))
 
 

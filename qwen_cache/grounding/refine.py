@@ -6,7 +6,6 @@ safetensors; refuses a folder of any other model.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.functional import interpolate, pad
 from transformers import Sam2Model, SamModel
 
 from qwen_cache.errors import ModelError
+from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import load_whole
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -38,10 +38,10 @@ class Frame:
 def load_sam(folder: Path) -> Any:
     """The frozen model in `folder`; ModelError if it is not SAM."""
     try:
-        model_type = json.loads((folder / "config.json").read_bytes())["model_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError("there is no model here", where=folder, found=error, do="name a folder of SAM") from None
-    if model_type not in KINDS:
+        model_type = read_config(folder / "config.json").get("model_type")
+    except ModelError as error:
+        raise ModelError("there is no model here", where=folder, found=error.fault, do="name a folder of SAM") from None
+    if not isinstance(model_type, str) or model_type not in KINDS:
         raise ModelError("this is not SAM", where=folder, expected=", ".join(KINDS), found=model_type)
     return load_whole(KINDS[model_type], folder, attn_implementation="sdpa")  # not what its config.json names
 

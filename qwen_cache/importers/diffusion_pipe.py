@@ -19,6 +19,7 @@ mode, normalised; embeddings are unpadded. The empty prompt was encoded without 
 from __future__ import annotations
 
 import io
+import os
 import re
 import sqlite3
 from collections import defaultdict
@@ -30,6 +31,7 @@ from typing import Any
 
 from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, pack_latents
+from qwen_cache.storage.mapped import open_file
 
 INDEX = "metadata.db"
 SIZE_FOLDER = re.compile(r"cache_(?P<ratio>[\d.]+)x\d+x\d+x(?P<frames>\d+)")
@@ -139,6 +141,7 @@ def open_pieces(index: Path) -> Pieces:
     """The pieces that a metadata.db lists; SourceError if it cannot be read."""
     folder = index.parent
     try:
+        os.close(open_file(index))  # no pipe or device is opened by SQLite
         with closing(sqlite3.connect(f"{index.absolute().as_uri()}?mode=ro", uri=True)) as database:
             items = _rows(database, "items", "shard, shard_index")
             numbers = {shard for shard, _ in items}
@@ -148,7 +151,7 @@ def open_pieces(index: Path) -> Pieces:
         locations = tuple((folder / f"shard_{n}.bin", *shards[n][i]) for n, i in items)
         if any(not isinstance(number, int) or number < 0 for _, *numbers in locations for number in numbers):
             raise SourceError("an offset or a size is not a number", where=index)
-    except (sqlite3.Error, LookupError, TypeError, UnicodeDecodeError) as error:
+    except (sqlite3.Error, OSError, LookupError, TypeError, UnicodeDecodeError) as error:
         raise SourceError(f"not an index of diffusion-pipe: {error}", where=index) from None
     return Pieces(folder, locations)
 

@@ -19,6 +19,7 @@ import torch
 
 from qwen_cache.errors import SourceError, first_line
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.storage.mapped import open_file
 
 LATENT_CHANNELS = 16
 EXACT_IN = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, torch.float32: torch.float32}
@@ -65,7 +66,10 @@ def load_pickled(file: Path | BinaryIO, where: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch guesses why a file is damaged; our error follows
-            return torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(file, Path):
+                return torch.load(file, map_location="cpu", weights_only=True)
+            with open(open_file(file), "rb") as opened:
+                return torch.load(opened, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise SourceError("a file of this sample is missing", where=where, do=again) from None
     except pickle.UnpicklingError as error:

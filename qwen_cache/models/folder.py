@@ -15,12 +15,14 @@ from typing import Any
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.json_text import repeated
+from qwen_cache.models.config_values import Scheduler, check_config, check_values
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
+from qwen_cache.models.files import AGAIN, check_files, read_text
 from qwen_cache.models.single_file import SingleFile, check_packages, open_single_file
 from qwen_cache.models.template import Template
 from qwen_cache.storage.checksums import NAME as CHECKSUMS
 from qwen_cache.storage.checksums import find_fault
-from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.remembered import remembered_digest
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
@@ -63,9 +65,18 @@ class ModelFolder:
         return config if self.transformer_file is None else self.transformer_file.config(config)
 
     @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """scheduler_config.json; ModelError if it is not one of FlowMatchEulerDiscreteScheduler."""
+        path = self.component("scheduler") / "scheduler_config.json"
+        config = read_config(path)
+        check_values(Scheduler, config, path)  # whatever class it names
+        return config
+
+    @property
     def needs_nunchaku(self) -> bool:
         """Whether the transformer's weights are for nunchaku's kernels."""
-        return bool(self.transformer_config.get("quantization_config", {}).get("quant_method") == NUNCHAKU)
+        saved = self.transformer_config.get("quantization_config") or {}
+        return bool(saved.get("quant_method") == NUNCHAKU)
 
     @property
     def public_name(self) -> str:
@@ -103,7 +114,7 @@ class ModelFolder:
     def text_width(self) -> int:
         """The width of the text encoder's embeddings."""
         config = read_config(self.component("text_encoder") / "config.json")
-        return int(config.get("text_config", config)["hidden_size"])
+        return int((config.get("text_config") or config)["hidden_size"])
 
     @property
     def sample_sigmas(self) -> tuple[float, ...] | None:
@@ -132,16 +143,23 @@ class ModelFolder:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of a model, such as config.json; ModelError if it cannot be read."""
+    """The JSON object in a file of a model, such as config.json, with the values that its class can have; else
+    ModelError."""
+    twice: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice.extend(repeated(pairs))
+        return dict(pairs)
+
     try:
-        value = json.loads(read_file(path).decode("utf-8"))
+        value = json.loads(read_text(path), object_pairs_hook=noted)
         if not isinstance(value, dict):
             raise TypeError("it is not a JSON object")
-        return value
     except (OSError, ValueError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else first_line(error)
-        what, do = f"this file cannot be read: {reason}", "download this component again"
-        raise ModelError(what, where=path, do=do) from None
+        raise ModelError(f"this file cannot be read: {reason}", where=path, do=AGAIN) from None
+    check_config(value, path, twice)
+    return value
 
 
 def _is_sigma(value: object) -> bool:
@@ -165,12 +183,13 @@ def open_model(
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
         raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)
     pipeline = read_config(index).get("_class_name")
-    if pipeline not in PIPELINES:
+    facts = PIPELINES.get(str(pipeline))
+    if facts is None:
         model = NOT_YET.get(str(pipeline))
         what = f"{model} is not supported yet" if model else "this pipeline is not supported"
         do = f"use one of {SUPPORTED}"
         raise ModelError(what, where=index, expected=" or ".join(PIPELINES), found=pipeline, do=do)
-    encoders = PIPELINES[pipeline].encoder_parts
+    encoders = facts.encoder_parts
     needed = [each for each in components if each not in ENCODER_PARTS or each in encoders]
     if missing := [each for each in needed if not (path / each).is_dir()]:
         folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
@@ -181,7 +200,9 @@ def open_model(
             found=folders,
             do="download the whole model, or name another with --model",
         )
-    opened = ModelFolder(name, path, pipeline, transformer)
+    for each in needed:
+        check_files(path / each)
+    opened = ModelFolder(name, path, facts.name, transformer)
     if "transformer" in components:
         check_packages(opened.transformer_file)  # and with it the file
     return opened
@@ -199,8 +220,7 @@ def fingerprint(
     try:
         digests = [[f"{path.parent.name}/{path.name}", remembered_digest(path, on_bytes)] for path in files]
     except OSError as error:
-        do = "download this component again"
-        raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename, do=do) from None
+        raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename, do=AGAIN) from None
     return content_hash(canonical_json(digests))
 
 
@@ -230,7 +250,10 @@ def open_language_model(name: str) -> Path:
     """The folder of a vision-language model as transformers stores it, downloaded if there is none; ModelError if it
     cannot be."""
     check_name(name)
-    return Path(name) if Path(name).is_dir() else _download(name, ["*.json", "*.txt", "*.jinja", "*.safetensors"], None)
+    patterns = ["*.json", "*.txt", "*.jinja", "*.safetensors"]
+    folder = Path(name) if Path(name).is_dir() else _download(name, patterns, None)
+    check_files(folder)
+    return folder
 
 
 def _download(name: str, patterns: list[str], revision: str | None) -> Path:

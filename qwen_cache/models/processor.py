@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,14 @@ from typing import Any
 from transformers import AutoTokenizer, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.errors import ModelError, first_line
-from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.text_encoder import text_encoder_type
+from qwen_cache.errors import ModelError
+from qwen_cache.models.config_values import Images, check_values
+from qwen_cache.models.files import AGAIN
+from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.loading import explained
+from qwen_cache.models.text_encoder import model_config
 
 PROBE = "a prompt, 提示"  # a tokenizer on bytes loses no text
-AGAIN = "download this component again"
 
 
 class _ImageOnly:
@@ -45,24 +46,30 @@ PROCESSORS: dict[str, type[Any]] = {"qwen2_5_vl": ImageOnlyQwen2VLProcessor, "qw
 
 
 def make_processor(model_type: str, name: str | PathLike[str]) -> Any:
-    """The processor of a text encoder of that type, with the patch size and limits in a folder or repository."""
+    """The processor of a text encoder of that type, with the patch size and limits in a folder or repository.
+
+    Raises ModelError for values that no such processor has.
+    """
     kind = PROCESSORS[model_type]
     images, tokenizer = Qwen2VLImageProcessorPil.from_pretrained(name), _tokenizer(name)
+    check_values(Images, json.loads(json.dumps(images.to_dict())), name)
     return kind(images, tokenizer, chat_template=kind.get_processor_dict(name)[0].get("chat_template"))
 
 
 def load_processor(model: ModelFolder) -> Any:
     """The processor of a model that takes images, on PIL; ModelError if it cannot be read."""
-    kind, folder = text_encoder_type(model.component("text_encoder")), model.component("processor")
-    with _explained(folder):
-        processor = make_processor(kind, folder)
+    folder, config = model.component("processor"), model.component("text_encoder") / "config.json"
+    settings = model_config(read_config(config), config)
+    with explained(folder.name, folder):
+        processor = make_processor(settings.model_type, folder)
+    _check_patches(processor.image_processor, settings.vision_config, folder)
     _check_tokenizer(processor.tokenizer, folder)
     return processor
 
 
 def load_tokenizer(model: ModelFolder) -> Any:
     """The tokenizer of a model that takes no images; ModelError if it cannot be read."""
-    with _explained(model.tokenizer):
+    with explained(model.tokenizer.name, model.tokenizer):
         tokenizer = _tokenizer(model.tokenizer)
     _check_tokenizer(tokenizer, model.tokenizer)
     return tokenizer
@@ -74,12 +81,18 @@ def _tokenizer(name: str | PathLike[str]) -> Any:
     return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{folder.name} cannot be loaded: {first_line(error)}", where=folder, do=AGAIN) from None
+def _check_patches(images: Any, vision: Any, folder: Path) -> None:
+    """ModelError unless images are cut as the vision tower takes them."""
+    sides = {
+        "patch_size": (vision.patch_size, images.patch_size),
+        "merge_size": (vision.spatial_merge_size, images.merge_size),
+        "temporal_patch_size": (vision.temporal_patch_size, images.temporal_patch_size),
+    }
+    for name, (expected, found) in sides.items():
+        if expected != found:
+            raise ModelError(
+                f"{name} is not the text encoder's", where=folder, expected=expected, found=found, do=AGAIN
+            )
 
 
 def _check_tokenizer(tokenizer: Any, folder: Path) -> None:

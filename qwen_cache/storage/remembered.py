@@ -22,6 +22,7 @@ from typing import IO
 import xxhash
 
 from qwen_cache.storage.durable import cache_home, sync, whole_file
+from qwen_cache.storage.mapped import open_file
 from qwen_cache.system_errors import naming
 
 BLOCK = 1 << 20  # bytes; larger blocks are not hashed faster
@@ -51,9 +52,9 @@ def remembered_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: No
 
 
 def file_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
-    """The xxh3-128 of a file, as 32 hexadecimal digits; `on_bytes` gets the number of bytes just read."""
+    """The xxh3-128 of a regular file, as 32 hexadecimal digits; `on_bytes` gets the number of bytes just read."""
     digest = xxhash.xxh3_128()
-    with naming(path), open(path, "rb", buffering=0) as file:
+    with naming(path), open(open_file(path), "rb", buffering=0) as file:
         update_from(file, digest, on_bytes)
     return digest.hexdigest()
 

@@ -32,6 +32,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import WeightedCache
 from qwen_cache.storage.checksums import ZEROS, own_hash, with_own_hash
 from qwen_cache.storage.durable import make_folder, remove_folder, write_durably
+from qwen_cache.storage.mapped import read_file
 from qwen_cache.storage.url import location
 from qwen_train.data.mixture import Mixture
 from qwen_train.run_folder import COMMITS, SEQUENCE
@@ -179,7 +180,7 @@ def read_sequence(out: Path) -> CommitSequence:
     """The sequence of the run in `out`, empty without one; TrainError if the file is damaged."""
     path = out / COMMITS / SEQUENCE
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except FileNotFoundError:
         return CommitSequence()
     with suppress(ValueError, LookupError, TypeError, AttributeError):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import from_config
 from qwen_cache.plain_text import plain
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_train.lora.export import add_to_weights, attach, check_fit, check_pairs, read_lora
@@ -51,7 +52,7 @@ def check_loras(
         do = "generate without --merge, or merge into the unquantised model: `qwen-train export --to merged`"
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
     with torch.device("meta"):
-        transformer = kind.from_config(config)
+        transformer = from_config(kind, config)
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     _check_types(loras, merge)
     for lora in loras:

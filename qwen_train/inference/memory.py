@@ -37,6 +37,7 @@ from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.live_bytes import bytes_of, peak_of, with_reserve
+from qwen_cache.models.loading import from_config
 from qwen_cache.models.placement import WHOLE, Placement
 from qwen_cache.models.quantized_linear import Quantization
 from qwen_cache.settings.load import Config
@@ -114,7 +115,7 @@ class Components:
         """One step for one image; with guidance its two halves run one after the other."""
         config, family, sample = self.configs["transformer"], self.family, self.sample
         with torch.device("meta"):
-            model = in_dtype(trained_class(config).from_config(config), self.dtype)
+            model = in_dtype(from_config(trained_class(config), config), self.dtype)
         extra = {"image_positions": [sample.image_positions]} if family.text_rows_only else {}
 
         def run() -> object:

@@ -15,7 +15,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.inference import PredictConfig
 from qwen_train.inference.devices import Devices, check_offload
 from qwen_train.model.modulation import check_model
@@ -98,8 +99,7 @@ def _check_names(model: ModelFolder, config: PredictConfig) -> None:
 
 def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
     """The model's scheduler; ModelError if its settings cannot be read."""
-    settings = read_config(model.component("scheduler") / "scheduler_config.json")
-    return FlowMatchEulerDiscreteScheduler.from_config(settings)
+    return from_config(FlowMatchEulerDiscreteScheduler, model.scheduler_config)
 
 
 def _check_steps(model: ModelFolder, config: PredictConfig) -> None:

@@ -25,6 +25,7 @@ from torch import nn
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import read_config
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.train import TrainConfig
 from qwen_train.lora.export import Lora, read_lora, settings_of
 from qwen_train.lora.files import WeightedLora, find_assistant
@@ -68,7 +69,7 @@ def read_assistant(source: WeightedLora, settings: TrainConfig, folder: Path) ->
 def _check_fit(lora: Lora, config: Mapping[str, Any], file: Path) -> None:
     """Raise TrainError unless every module is a linear layer of a transformer with this config.json, of this shape."""
     with torch.device("meta"):
-        transformer = trained_class(config).from_config(config)
+        transformer = from_config(trained_class(config), config)
     layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     for module in lora.modules:
         layer, inputs = layers.get(module), lora.weights[f"{module}.{DOWN}"].shape[1]

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
+from qwen_cache.models.loading import explained
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.model import ModelConfig
 from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
@@ -315,10 +316,8 @@ def load_stored(base: ModelFolder) -> Any:
     if (file := base.transformer_file) is not None:
         return load_single_file(kind, base, DTYPES[file.tensors["proj_out.weight"].dtype])
     check_component(folder)
-    try:
+    with explained("the transformer", folder, do=None):
         return kind.from_pretrained(folder, torch_dtype=stored_dtype(folder), use_safetensors=True)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"the transformer cannot be loaded: {error}", where=folder) from None
 
 
 def add_to_weights(lora: Lora, transformer: Any, weight: float = 1.0) -> None:

@@ -26,6 +26,7 @@ from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED, LiveBytes, flash_attention
+from qwen_cache.models.loading import from_config
 from qwen_cache.models.offload import ON_DEVICE, piece_sizes
 from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization
 from qwen_cache.settings.load import Config
@@ -338,7 +339,7 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
         check_settings(train, transformer)
         model_class = TabulatedTransformer2DModel
     with torch.device("meta"):
-        model = model_class.from_config(transformer)
+        model = from_config(model_class, transformer)
     if train.tabulated_modulation:
         model.time_text_embed.__class__ = MetaRows
     in_float32 = train.method == "full" and not train.stochastic_rounding

@@ -34,7 +34,7 @@ from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
-from qwen_cache.models.folder import read_config
+from qwen_cache.models.files import shards_of
 from qwen_cache.models.single_file import SingleFile
 from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
@@ -96,7 +96,8 @@ def check_model(config: Mapping[str, Any]) -> None:
             f"{QWEN_IMAGE_21.name} has one modulation for all blocks, so a table would save nothing",
             do="set tabulated_modulation=false",
         )
-    if "quantization_config" in config and "bytes_per_weight" not in config["quantization_config"]:  # of a folder
+    saved = config.get("quantization_config")
+    if saved is not None and "bytes_per_weight" not in saved:  # of a folder
         do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
         raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)
     if config.get("use_additional_t_cond"):
@@ -133,7 +134,7 @@ class Checkpoint:
         self.folder, index = folder, folder / SAFE_WEIGHTS_INDEX_NAME
         self.files: dict[str, str] = {}
         if index.is_file():
-            self.files = read_config(index)["weight_map"]
+            self.files = shards_of(index)
 
     def __getitem__(self, name: str) -> Tensor:
         path = self.folder / self.files.get(name, SAFETENSORS_WEIGHTS_NAME)

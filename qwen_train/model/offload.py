@@ -27,7 +27,7 @@ BITSANDBYTES = ("nf4", "bitsandbytes")
 def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings, or a config.json, that offloading cannot be combined with."""
     settings, layers, name = config.train, transformer["num_layers"], "train.offload_blocks"
-    quantised = str(transformer.get("quantization_config", {}).get("quant_method", config.model.quantization))
+    quantised = str((transformer.get("quantization_config") or {}).get("quant_method", config.model.quantization))
     if settings.offload_blocks > layers:
         raise ConfigError(
             f"{name} exceeds the number of blocks", expected=f"at most {layers}", found=settings.offload_blocks

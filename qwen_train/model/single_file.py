@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import from_config
 from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile
 from qwen_cache.models.tensor_headers import StoredTensor
 
@@ -56,7 +57,7 @@ def load_single_file(kind: type[Any], model: ModelFolder, dtype: torch.dtype) ->
 def check_parameters(kind: type[Any], file: SingleFile, config: Mapping[str, Any]) -> None:
     """ModelError unless the file has the parameters of the class with this config.json, in their shapes."""
     with torch.device("meta"):
-        stock = getattr(kind, "_stock_class", kind).from_config(dict(config))
+        stock = from_config(getattr(kind, "_stock_class", kind), config)
     expected = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
     found = {name: tensor.shape for name, tensor in file.tensors.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
