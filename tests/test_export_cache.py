@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,40 @@ def test_names_are_safe_and_unique(tmp_path: Path) -> None:
     assert len(list((out / "cache").iterdir())) == 8
     assert import_("musubi", out / "cache", tmp_path / "again").code == 0
     assert {s.prompt for s in open_cache(tmp_path / "again")} == {sample.name for sample in samples}
+
+
+@pytest.mark.parametrize("tool", ["musubi", "diffsynth", "diffusion-pipe", "qflux"])
+def test_no_two_samples_share_a_file(tool: str, tmp_path: Path) -> None:
+    """Of names that are equal, equal without case, or those of another sample's files, as the tools name them."""
+    sizes = [(2, 2)] * (2 if tool == "diffusion-pipe" else 3)
+
+    def cache(folder: str, *names: str) -> Path:
+        made = [make(name, f"{folder} {name}", sizes, 4, seed=i + len(names)) for i, name in enumerate(names)]
+        return imported("musubi", write_musubi(tmp_path / f"{folder}-files", made), tmp_path / folder)
+
+    first = cache("first", "cat", "dog")
+    cat, dog = (sample.key for sample in open_cache(first))
+    names = ("cat", "CAT", f"cat-{cat}", "dog", f"dog-{dog.upper()}", "a", "a_control_1", "a_mask")
+    second = cache("second", *names)
+    assert run("qwen-cache", "merge", first, second, "--out", tmp_path / "both").code == 0
+    out = exported(tmp_path / "both", tool, tmp_path / "out")
+    paths = [str(path.relative_to(out)).casefold() for path in out.rglob("*")]
+    assert len(set(paths)) == len(paths)
+    if tool == "diffsynth":
+        assert len(paths) == 1 + len(open_cache(tmp_path / "both"))
+        return
+    options = ("--captions", out / "data" / "images") if tool == "qflux" else ()
+    again = imported(tool, out if tool == "diffusion-pipe" else out / "cache", tmp_path / "again", *options)
+    found, expected = (
+        {
+            sample.prompt: (sample["image_latents"].tolist(), sample["prompt_embeds"].tolist())
+            for sample in open_cache(each)
+        }
+        for each in (again, tmp_path / "both")
+    )
+    assert found == expected
+    if tool == "qflux":  # its own rules for what is an image, a control and a mask
+        stems = [path.stem for path in (out / "data" / "images").glob("*.png")]
+        assert not [stem for stem in stems if re.search(r"control_\d+$", stem) or stem.endswith("_mask")]
+        controls = {f"{stem}{end}.png" for stem in stems for end in ("", "_control_1")}
+        assert {path.name for path in (out / "data" / "control_images").iterdir()} == controls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ TOOLS: dict[ToolName, Tool] = {
 }
 NO_TARGET = Refusal("it has no target: an image to generate cannot be trained", "leave it out")
 MAX_STEM = 150  # bytes: with a key and what tools append, below the 255 of a file name
+OF_OTHERS = re.compile(r"(control_\d+|_mask)$", re.IGNORECASE)
+"""The ends of names that qwen-image-finetune takes for further images of another sample."""
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,25 @@ def _left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> Confi
 
 
 def _stems(rows: dict[int, IndexRow]) -> dict[int, str]:
-    """Names that are safe in any file system, unique there by the key where names are equal."""
-    names = {i: _safe(row.name) for i, row in rows.items()}
-    often = Counter(name.casefold() for name in names.values())
-    return {i: name if often[name.casefold()] == 1 else f"{name}-{rows[i].meta.key}" for i, name in names.items()}
+    """Names that are safe in any file system, and unique there, also where it ignores case.
+
+    The key is added to equal names, and to those that could be the name of another sample's file.
+    """
+    names, keys = {i: _safe(row.name) for i, row in rows.items()}, {row.meta.key for row in rows.values()}
+    often = Counter(map(_folded, names.values()))
+
+    def stem(i: int, name: str) -> str:
+        is_free = often[_folded(name)] == 1 and not OF_OTHERS.search(name)
+        return name if is_free and name.rpartition("-")[2].casefold() not in keys else f"{name}-{rows[i].meta.key}"
+
+    return {i: stem(i, name) for i, name in names.items()}
+
+
+def _folded(name: str) -> str:
+    """Equal for names that are one file to some file system: without case, in Unicode's composed form."""
+    return unicodedata.normalize("NFC", name.casefold())
 
 
 def _safe(name: str) -> str:
-    shortened = re.sub(r"[^\w.-]+", "-", name).encode()[:MAX_STEM].decode(errors="ignore")
-    return shortened.strip(".-") or "sample"
+    safe = re.sub(r"[^\w.-]+", "-", unicodedata.normalize("NFC", name))
+    return safe.encode()[:MAX_STEM].decode(errors="ignore").strip(".-") or "sample"
