@@ -112,7 +112,7 @@ class MetricsLog:
         self.began = time.monotonic()
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode("utf-8"))
         self.file = open(path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115 (closed by close)
-        start_tracker(accelerator, config)
+        start_tracker(accelerator, config, step)
 
     def write(self, step: int, values: dict[str, float], *, always: bool = False) -> None:
         """Log every `logging.logging_steps`-th step, or any step if `always`."""
@@ -169,11 +169,17 @@ def _tracker_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def start_tracker(accelerator: Any, config: Config) -> None:
-    """Start a run in the tracker, with the settings; TensorBoard has no projects and takes no settings."""
+def start_tracker(accelerator: Any, config: Config, step: int | None = None) -> None:
+    """Start a run in the tracker, with the settings; TensorBoard has no projects and takes no settings.
+
+    A run that begins after `step` repeats what an earlier one of this folder logged of later steps: TensorBoard drops
+    that. In other trackers it is a run of its own.
+    """
     logging = config.logging
     if logging.report_to == "tensorboard":
-        accelerator.init_trackers("/".join(filter(None, (TENSORBOARD_FOLDER, logging.run_name))))
+        purged = {} if step is None else {"purge_step": step + 1}
+        name = "/".join(filter(None, (TENSORBOARD_FOLDER, logging.run_name)))
+        accelerator.init_trackers(name, init_kwargs={"tensorboard": purged})
         return
     name = logging.run_name or Path(config.train.output_dir).resolve().name
     option = RUN_NAME_OPTION.get(logging.report_to)

@@ -59,6 +59,10 @@ def train_started(start: Start) -> Path:
     p = prepare(start)
     run, accelerator, settings = p.run, p.accelerator, p.config.train
     log = MetricsLog(p.out, accelerator, p.config, run.step)
+    if p.decoder:
+        from qwen_train.watch import forget_images
+
+        forget_images(p.out, run.step)
     memory = memory_for_training(accelerator.device)
     with closing(log), closing(Steps(p)) as steps, memory, Signals() as signals, progress() as bar:
         take_steps(p, log, steps, signals, bar)

@@ -19,7 +19,7 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_train.inference.decode import Decoder, Latents, not_decoded
-from qwen_train.latents import found_latents, latents_files, step_of
+from qwen_train.latents import found_latents, latents_files, latents_folder, step_of
 from qwen_train.report import renew_report
 from qwen_train.run_folder import LOCK
 from qwen_train.tracked_images import finish, log_decoded, start_image_run
@@ -31,6 +31,13 @@ POLL_SECONDS = 2.0
 def show_new_images(folder: Path, decoder: Decoder, trackers: Iterable[Any]) -> None:
     """`show_images` for all that are not decoded, within the run itself."""
     show_images(folder, decoder, not_decoded(latents_files(folder)), trackers)
+
+
+def forget_images(folder: Path, step: int) -> None:
+    """Remove the PNGs of later steps, which a resumed run repeats: their images are decoded and logged again."""
+    for png in latents_folder(folder).rglob("*.png"):
+        if (step_of(png) or 0) > step:
+            png.unlink()
 
 
 def show_images(folder: Path, decoder: Decoder, images: Iterable[Latents], trackers: Iterable[Any]) -> None:

@@ -10,8 +10,10 @@ from typing import Any, get_args
 
 import accelerate.tracking
 import pytest
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qwen_cache import open_cache
 from qwen_cache.console import clock, progress
@@ -19,7 +21,7 @@ from qwen_cache.errors import TrainError
 from qwen_cache.settings.train import LoggingConfig
 from qwen_train import preflight
 from qwen_train import train as training
-from qwen_train.metrics import read_metrics
+from qwen_train.metrics import MetricsLog, read_metrics
 from qwen_train.run_folder import METRICS_NAME, TIMES
 
 from .support.commands import refused
@@ -121,6 +123,19 @@ def test_the_progress_line_says_the_same_in_80_columns(train: Trainer, monkeypat
     assert re.search(rf"2/2, loss {last['loss']:.4f}, lr 2.00e-02 .*0:\d\d elapsed\n", result.stderr)
     assert f"{last['tokens_per_second']:,.0f} tokens/s, {last['samples_per_second']:.2f} samples/s" in result.stderr
     assert re.search(rf"\d s per epoch, data wait {100 * last['data_wait']:.0f} %", result.stderr)
+
+
+def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path, train: Trainer) -> None:
+    """Of a run that was killed after step 4, and resumed after step 2."""
+    for begin, end, factor in ((0, 4, 1), (2, 6, 10)):
+        accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
+        log = MetricsLog(tmp_path, accelerator, train.config(logging__report_to="tensorboard"), begin)
+        for step in range(begin + 1, end + 1):
+            log.write(step, {"loss": float(factor * step)})
+        log.close()
+    curve = EventAccumulator(str(tmp_path / "logs")).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in curve] == [(1, 1), (2, 2), (3, 30), (4, 40), (5, 50), (6, 60)]
+    assert [(line["step"], line["loss"]) for line in metrics(tmp_path)] == [(it.step, it.value) for it in curve]
 
 
 def test_half_a_line_that_a_killed_run_left_is_not_read(tmp_path: Path) -> None:

@@ -265,6 +265,14 @@ def test_a_run_can_decode_on_a_device_of_its_own(train: Trainer) -> None:
     assert images.keys() == expected.keys()
     for tag, path in expected.items():
         assert np.array_equal(pixels(images[tag]), pixels(path)), tag
+    # killed after step 2, and resumed after step 1: no image is lost there
+    settings |= {"train.max_steps": 2, "train.checkpointing_steps": 1}
+    train("--resume", settings=settings, logging__report_to="tensorboard", validation__true_cfg_scale=[1, 3])
+    shutil.rmtree(out / "checkpoint-2")
+    before = logged(out / "logs")
+    assert {step for _, step in before} == {0, 1, 2}
+    train("--resume", settings=settings, logging__report_to="tensorboard", validation__true_cfg_scale=[1, 3])
+    assert logged(out / "logs") == before
 
 
 @pytest.mark.parametrize(
