@@ -30,6 +30,8 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.follow import Follower
 from qwen_train.lora.adapter import start_from
 from qwen_train.lora.assistant import add_assistant, read_assistant
+from qwen_train.lora.files import find_start
+from qwen_train.lora.reader import read_lora
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.ema import Ema
 from qwen_train.model.modulation import tabulate
@@ -179,13 +181,16 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     """The transformer in training mode; `train.lora.weights` applies to a new run only."""
     settings, folder = config.train, start.model.component("transformer")
     assistant = read_assistant(start.assistant, settings, folder) if start.assistant else None
+    first = settings.lora.weights if settings.method == "lora" and start.newest is None else None
+    if first is not None:
+        read_lora(find_start(Path(first)))  # refused before the transformer is loaded
     transformer = load_transformer(start.model, config, accelerator.device)
     if start.samples is None:
         check_cache(batches.cache, start.model, transformer.config)
     check_shardable(transformer, settings, accelerator.num_processes)
     prepare_for_training(transformer, settings)
-    if settings.method == "lora" and settings.lora.weights is not None and start.newest is None:
-        start_from(transformer, Path(settings.lora.weights))
+    if first is not None:
+        start_from(transformer, Path(first))
     if assistant:
         add_assistant(transformer, assistant, compute_dtype(settings))
     if settings.compile:

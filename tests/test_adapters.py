@@ -26,8 +26,10 @@ from qwen_cache.settings.load import load_config
 from qwen_cache.settings.train import LoraConfig
 from qwen_train.inference.loras import check_loras, load_loras
 from qwen_train.lora.adapter import METADATA_KEY, add_lora, lora_weights, start_from, write_lora
-from qwen_train.lora.export import read_lora
+from qwen_train.lora.assistant import read_assistant
+from qwen_train.lora.export import export as export_file
 from qwen_train.lora.files import WeightedLora, parse_lora
+from qwen_train.lora.reader import read_lora
 from qwen_train.resumable import differences as setting_differences
 from qwen_train.resumable import fixed_settings
 
@@ -236,6 +238,43 @@ def test_comfyui_computes_the_merged_weights(name: str, model: Path, tmp_path: P
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+READ_BACK: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "LoRA": ({"lora_alpha": 10, "rank_pattern": {"to_q": 2}}, ("peft", "diffusers", "comfyui")),
+    "LoKr": (TYPES["LoKr"], ("peft", "diffusers", "comfyui")),
+    "OFT": (TYPES["OFT"], ("peft",)),
+    "LoHa": (TYPES["LoHa"], ("peft", "comfyui")),
+    "DoRA": ({"use_dora": True, "lora_alpha": 3}, ("peft", "diffusers")),
+}
+"""Settings, and the forms of `export` beside merged weights."""
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("name", READ_BACK)
+def test_what_export_writes_is_the_same_adapter_to_every_reader(name: str, model: Path, tmp_path: Path) -> None:
+    """To predict, to train.lora.weights and to export; of peft's folder and of the file in it."""
+    settings, forms = READ_BACK[name]
+    file, expected = random_adapter(model, tmp_path / "run", **settings)
+    original = read_lora(file)
+    for form in forms:
+        out = export(file, form, tmp_path / (form if form == "peft" else f"{form}.safetensors"))
+        for path in (out, out / "adapter_model.safetensors") if form == "peft" else (out,):
+            lora = parse_lora(str(path))
+            assert relative_error(output(pipeline_with([lora], model).transformer), expected) < TOLERANCE
+            same = stock(model)
+            add_lora(same, LoraConfig(**settings))
+            if (name, form) == ("LoKr", "comfyui"):  # the scale is in its weights
+                with pytest.raises(TrainError, match=r"the LoKr has another alpha \(expected 30.0, found 100.0\)"):
+                    start_from(same, path)
+                continue
+            start_from(same, path)
+            assert torch.equal(output(same), expected)
+            again = read_lora(lora.file)
+            assert (again.settings, again.weights.keys()) == (original.settings, original.weights.keys())
+            assert all(torch.equal(again.weights[key], tensor) for key, tensor in original.weights.items())
+    loaded = peft.PeftModel.from_pretrained(stock(model), str(tmp_path / "peft"))
+    assert relative_error(output(loaded), expected) < TOLERANCE
+
+
 def test_a_form_that_its_program_cannot_load_is_refused(model: Path, tmp_path: Path) -> None:
     def message(settings: dict[str, Any], form: str) -> str:
         folder = tmp_path / settings["type"]
@@ -273,9 +312,16 @@ def test_files_of_other_trainers_are_read(theirs: str, model: Path, tmp_path: Pa
     save_file({f"{prefix}.{name}": tensor for name, tensor in own.items()}, file)
     merged = merged_weights(file, model, tmp_path / "merged")
     assert_equal_weights(merged[f"{QUERY}.weight"].double(), by_comfyui(own, base, earlier=True), base)
-    with_it, changed = pipeline_with([WeightedLora(file)], model).transformer, stock(model)
+    changed = stock(model)
     changed.load_state_dict(merged)
-    assert relative_error(output(with_it), output(changed)) < TOLERANCE
+    converted = export(file, "comfyui", tmp_path / "comfyui.safetensors")
+    for path in (file, converted):
+        assert (
+            relative_error(output(pipeline_with([WeightedLora(path)], model).transformer), output(changed)) < TOLERANCE
+        )
+    for earlier in (True, False):
+        found = by_comfyui(of_query(converted, "diffusion_model."), base, earlier=earlier)
+        assert_equal_weights(found, merged[f"{QUERY}.weight"].double(), base)
 
 
 def test_a_scale_that_trainers_disagree_on_is_refused(model: Path, tmp_path: Path) -> None:
@@ -318,6 +364,7 @@ def test_damaged_files_are_refused(model: Path, tmp_path: Path) -> None:
         ("lora", {"alpha_pattern": {"to_q": "x"}}, "alpha_pattern (found {'to_q': 'x'})"),
         ("lora", {"r": 2.5}, "r (found 2.5)"),
         ("lora", {"r": 10**9}, f"{QUERY} (expected r 1000000000, found 2)"),
+        ("lora", {"lora_alpha": None}, "lack one without which the scale is unknown (expected lora_alpha)"),
         ("lora", {"lora_alpha": math.inf}, "lora_alpha (found inf)"),
         ("lora", {"init_lora_weights": "pissa"}, "init_lora_weights (found pissa)"),
         ("lora", {"modules_to_save": ["norm_out"]}, "modules_to_save (found ['norm_out'])"),
@@ -360,6 +407,36 @@ def small_adapter(folder: Path, kind: str, settings: dict[str, Any]) -> Path:
     tensors = {f"transformer.{QUERY}.{name}": torch.randn(it, generator=generator) for name, it in shapes.items()}
     save_file(tensors, file, {METADATA_KEY: text})
     return file
+
+
+NO_LORA: dict[str, tuple[Tensor, str]] = {
+    "I64": (torch.ones(2, 64, dtype=torch.int64), "or float64, found int64)"),
+    "BOOL": (torch.ones(2, 64, dtype=torch.bool), "or float64, found bool)"),
+    "F8": (torch.ones(2, 64).to(torch.float8_e4m3fn), "or float64, found float8_e4m3fn)"),
+    "C64": (torch.ones(2, 64, dtype=torch.complex64), "or float64, found complex64)"),
+    "NaN": (torch.full((2, 64), math.nan), "(expected finite numbers, found 128 of 128 numbers NaN or infinite)"),
+    "Inf": (torch.ones(2, 64).index_fill(1, torch.tensor([5]), -math.inf), "found 2 of 128 numbers NaN or infinite)"),
+    "rank 0": (torch.ones(0, 64), "a LoRA of rank 0 changes nothing (found shape (0, 64))"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LORA)
+def test_numbers_that_no_adapter_has_are_refused_by_name(name: str, model: Path, tmp_path: Path) -> None:
+    """Wherever a file enters: export, predict, train.lora.weights and train.assistant_lora."""
+    file, (tensor, message) = tmp_path / "theirs.safetensors", NO_LORA[name]
+    start, partner = f"transformer.{QUERY}.lora_", torch.ones(64, len(tensor))
+    save_file({f"{start}A.weight": tensor, f"{start}B.weight": partner}, file)
+    for read in (
+        lambda: export_file(file, "comfyui", tmp_path / "out.safetensors"),
+        lambda: check_loras(open_model(str(model), ("transformer",)), [WeightedLora(file)], *NONE),
+        lambda: start_from(None, file),
+        lambda: read_assistant(WeightedLora(file), load_config(None, []).train, model / "transformer"),
+    ):
+        with pytest.raises(TrainError) as error:
+            read()
+        assert str(error.value).startswith(f"{file}: {start}A.weight: ")
+        assert message in str(error.value)
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_a_files_expressions_mean_what_they_mean_to_peft_and_its_targets_follow_from_its_tensors(
@@ -462,7 +539,7 @@ def test_starting_from_another_type_or_scale_is_refused(model: Path, tmp_path: P
     changes: list[tuple[dict[str, Any], str]] = [
         (TYPES["LoKr"], "not a LoKr (found a LoHa)\n  → set train.lora.type=loha"),
         ({**TYPES["LoHa"], "lora_alpha": 4}, "the LoHa has another alpha (expected 4.0, found 5.0)"),
-        ({**TYPES["LoHa"], "rank_pattern": {}}, "the LoHa has another rank_pattern (expected {}, found "),
+        ({**TYPES["LoHa"], "rank_pattern": {}}, "attn.to_q: the LoHa has another r (expected 3, found 2)"),
     ]
     for change, message in changes:
         other = stock(model)

@@ -22,8 +22,8 @@ from qwen_train.checkpoint import save_checkpoint, save_result
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import lora_weights
 from qwen_train.lora.assistant import ASSISTANT, TRAINED, tuned_layers, without
-from qwen_train.lora.export import read_lora
 from qwen_train.lora.files import WeightedLora, find_assistant, origin_of
+from qwen_train.lora.reader import read_lora
 from qwen_train.loss import predict_velocity
 from qwen_train.memory.predict import SampleSize, block_bytes, predict_memory
 

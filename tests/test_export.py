@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.train import LoraConfig
-from qwen_train.inference.loras import check_loras
+from qwen_train.inference.loras import check_loras, load_loras
 from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
-from qwen_train.lora.export import merge, read_lora
+from qwen_train.lora.export import attach, merge
 from qwen_train.lora.files import WeightedLora
 from qwen_train.lora.names import dotted
+from qwen_train.lora.reader import read_lora
 from qwen_train.model.stock import stock_class
 
 from .support.commands import run
@@ -179,6 +180,125 @@ def test_what_other_trainers_wrote_for_comfyui(named: str, with_alpha: bool, mod
     expected = output(stock_with(tmp_path / "theirs.safetensors", model))
     converted = export(tmp_path / "theirs.safetensors", "diffusers", tmp_path / "ours.safetensors")
     assert_same(output(stock_with(converted, model)), expected, model)
+
+
+# ---- names of other trainers -----------------------------------------------------------------------------------------
+
+OTHERS = {
+    "musubi-tuner": ("lora_unet_", "_", "lora_down", "lora_up"),
+    "peft": ("base_model.model.", ".", "lora_A", "lora_B"),
+    "DiffSynth-Studio": ("", ".", "lora_A.default", "lora_B.default"),
+    "SimpleTuner": ("lycoris_", "_", "lora_down", "lora_up"),
+    "ai-toolkit": ("diffusion_model.", ".", "lora_A", "lora_B"),
+    "ComfyUI": ("diffusion_model.", ".", "lora_down", "lora_up"),
+    "peft inside of a program": ("base_model.model.", ".", "lora_A.default", "lora_B.default"),
+}
+"""What stands before a module, what its dots are, and what its matrices are called."""
+
+
+def write_as(trainer: str, file: Path, folder: Path, alpha: int) -> Path:
+    """The LoRA of `file` as this trainer writes it, with its alpha among the tensors, or in peft's settings."""
+    prefix, dot, down, up = OTHERS[trainer]
+    tensors, folder = {}, folder / trainer
+    folder.mkdir()
+    for name, tensor in load_file(file).items():
+        module, _, side = name.removeprefix("transformer.").partition(".lora_")
+        module = prefix + module.replace(".", dot)
+        tensors[f"{module}.{down if side.startswith('A') else up}.weight"] = tensor
+        if "peft" not in trainer:
+            tensors[f"{module}.alpha"] = torch.tensor(alpha)  # a whole number
+    if "peft" in trainer:
+        settings = {"peft_type": "LORA", "r": 4, "lora_alpha": alpha, "target_modules": ATTENTION, "bias": "none"}
+        (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder / "adapter_model.safetensors"
+
+
+@pytest.mark.fast_cases(3)
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_every_reader_knows_the_names_of_other_trainers(trainer: str, model: Path, tmp_path: Path) -> None:
+    """export, predict and train.lora.weights; a run with another scale says both."""
+    file, expected = random_lora(model, tmp_path / "run", lora_alpha=10)
+    theirs = write_as(trainer, file, tmp_path, alpha=10)
+    assert_same(output(stock_with(export(theirs, "diffusers", tmp_path / "ours.safetensors"), model)), expected, model)
+    assert_same(output(predicted(theirs, model)), expected, model)
+    assert torch.equal(output(started(theirs, model, lora_alpha=10)), expected)
+    message = r"to_k: the LoRA has another lora_alpha \(expected 5.0, found 10.0\)\n  → use the train.lora"
+    with pytest.raises(TrainError, match=message):
+        started(theirs, model, lora_alpha=5)
+
+
+def predicted(file: Path, model: Path) -> Any:
+    """The transformer with the adapter as `predict` loads it."""
+    check_loras(open_model(str(model), ("transformer",)), [WeightedLora(file)], False, "none")
+    parts = dict.fromkeys(("scheduler", "vae", "text_encoder", "tokenizer", "processor"))
+    pipeline = diffusers.QwenImageEditPlusPipeline(transformer=stock(model), **parts)
+    load_loras(pipeline, [WeightedLora(file)])
+    return pipeline.transformer
+
+
+def started(file: Path, model: Path, **settings: Any) -> Any:
+    """The transformer of a run that starts from the file."""
+    transformer = stock(model)
+    add_lora(transformer, LoraConfig(rank=4, target_modules=ATTENTION, **settings))
+    start_from(transformer, file)
+    return transformer
+
+
+def test_without_an_alpha_the_rank_is_the_alpha(model: Path, tmp_path: Path) -> None:
+    """To every reader; a run with another alpha or rank-stabilised one would begin with another update."""
+    file, expected = random_lora(model, tmp_path / "run")
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(file), bare)
+    assert read_lora(bare).settings["lora_alpha"] == 4
+    assert torch.equal(output(started(bare, model)), expected)
+    assert relative_error(output(predicted(bare, model)), expected) < TOLERANCE
+    for settings, found in (
+        (
+            {"lora_alpha": 8},
+            r"another lora_alpha \(expected 8.0, found 4.0\)\n.*without an alpha has its rank as alpha",
+        ),
+        ({"use_rslora": True}, r"another use_rslora \(expected True, found False\)"),
+    ):
+        with pytest.raises(TrainError, match=found):
+            started(bare, model, **settings)
+
+
+def test_names_that_no_reader_knows_are_refused_by_all(model: Path, tmp_path: Path) -> None:
+    layer = "transformer_blocks.0.attn.to_q.lora_"
+    pair = {f"transformer.{layer}{side}.weight": torch.ones(shape) for side, shape in (("A", (2, 64)), ("B", (64, 2)))}
+    cases = [
+        (
+            {**pair, "lora_te_layers_0_mlp_fc1.alpha": torch.ones(())},
+            "text encoder, too",
+            "lora_te_layers_0_mlp_fc1.alpha",
+        ),
+        (
+            {**pair, f"transformer.{layer}B.bias": torch.ones(64)},
+            "not a LoRA of a Qwen-Image transformer",
+            f"{layer}B.bias",
+        ),
+        ({**pair, f"{layer}A.weight": torch.ones(2, 64)}, "have the same place", f"found {layer}A.weight"),
+        (
+            {name.replace("transformer.", "base_model.model."): tensor for name, tensor in pair.items()},
+            "has its alpha in adapter_config.json, and there is none beside it",
+            "put the adapter_config.json that was written with it into its folder",
+        ),
+    ]
+    file = tmp_path / "theirs.safetensors"
+    for tensors, message, found in cases:
+        save_file(tensors, file)
+        for read in (read_lora, lambda file: predicted(file, model), lambda file: started(file, model)):
+            with pytest.raises(TrainError) as error:
+                read(file)
+            assert message in str(error.value)
+            assert found in str(error.value)
+    (tmp_path / "adapter_config.json").write_text("[" * 200 + "]" * 200, encoding="utf-8")
+    with pytest.raises(TrainError, match=r"adapter_config.json: these are not peft's settings: it is nested more than"):
+        read_lora(file)
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(TrainError, match=r"lack one without which the scale is unknown \(expected r\)"):
+        read_lora(file)
 
 
 # ---- merged ----------------------------------------------------------------------------------------------------------
@@ -383,8 +503,7 @@ def test_21_of_ai_toolkit_has_the_fused_layer(base_21: Path, tmp_path: Path) -> 
         (tmp_path / form).mkdir()
         converted = export(tmp_path / "theirs.safetensors", form, tmp_path / form / "ours.safetensors")
         assert relative_error(loaded_by_diffusers_21(converted, base_21), expected) < TOLERANCE
-    with pytest.raises(TrainError, match=r"no such layer\)\n.*qwen-train export FILE --to diffusers"):
-        check_loras(folder_21(base_21), [WeightedLora(tmp_path / "theirs.safetensors")], False, "none")
+    assert relative_error(predicted_21(tmp_path / "theirs.safetensors", base_21), expected) < TOLERANCE
     save_file(
         {name: each[:-1] if "B" in name else each for name, each in tensors.items()}, tmp_path / "odd.safetensors"
     )
@@ -408,6 +527,15 @@ def test_names_of_musubi_tuner_get_the_dots_of_their_modules(model: Path, base_2
     (tmp_path / "ours").mkdir()
     converted = export(tmp_path / "theirs.safetensors", "diffusers", tmp_path / "ours" / "ours.safetensors")
     assert relative_error(loaded_by_diffusers_21(converted, base_21), expected) < TOLERANCE
+    assert relative_error(predicted_21(tmp_path / "theirs.safetensors", base_21), expected) < TOLERANCE
+
+
+def predicted_21(file: Path, base: Path) -> Tensor:
+    """What the transformer computes with the adapter as `predict` reads it."""
+    check_loras(folder_21(base), [WeightedLora(file)], False, "none")
+    transformer = stock_21(base)
+    attach(read_lora(file), transformer, "default")
+    return output_21(transformer)
 
 
 def folder_21(base: Path) -> ModelFolder:
@@ -416,7 +544,7 @@ def folder_21(base: Path) -> ModelFolder:
 
 def test_a_lora_of_the_other_model_is_refused(model: Path, base_21: Path, tmp_path: Path) -> None:
     file, _ = random_lora(model, tmp_path / "20b", target_modules=["to_q", "img_mlp.net.2"])
-    with pytest.raises(TrainError, match=r"img_mlp.net.2.lora_A.weight: the LoRA does not fit this model"):
+    with pytest.raises(TrainError, match=r"img_mlp.net.2: the LoRA does not fit this model"):
         check_loras(folder_21(base_21), [WeightedLora(file)], False, "none")
     with pytest.raises(TrainError, match="the LoRA does not fit this model"):
         merge(read_lora(file), tmp_path / "merged", folder_21(base_21))
@@ -448,6 +576,14 @@ def refused(*arguments: str | Path) -> str:
 def test_what_is_no_lora_is_refused(model: Path, tmp_path: Path) -> None:
     out = ("--to", "comfyui", "--out", tmp_path / "out.safetensors")
     assert "no LoRA here (expected pytorch_lora_weights.safetensors" in refused(tmp_path, *out)
+    for module in ("transformer_blocks.0.attn.to_z", "transformer_blocks.60.attn.to_q", "transformer_blocks.0.norm"):
+        pair = {f"{module}.lora_A.weight": torch.ones(2, 64), f"{module}.lora_B.weight": torch.ones(64, 2)}
+        save_file(pair, tmp_path / "unknown.safetensors")
+        for form in ("diffusers", "comfyui", "peft"):
+            name = "unknown-peft" if form == "peft" else "out.safetensors"
+            message = refused(tmp_path / "unknown.safetensors", "--to", form, "--out", tmp_path / name)
+            assert f"{module}: no linear layer of a Qwen-Image transformer has this name (expected" in message
+            assert not (tmp_path / name).exists()
     (tmp_path / "full" / "transformer").mkdir(parents=True)
     message = refused(tmp_path / "full", *out)
     assert f"this run trained all weights → they are in {tmp_path}/full/transformer" in message
@@ -498,7 +634,6 @@ def test_a_lora_of_another_model_and_a_quantised_one_are_refused(model: Path, tm
     message = refused(file, "--to", "merged", "--out", tmp_path / "merged", "--model", quantised)
     assert "these weights are quantised" in message
     weights = load_file(file)
-    broken = {**weights, next(iter(weights)): next(iter(weights.values())) * float("nan")}
-    save_file(broken, tmp_path / "broken.safetensors")
+    save_file({name: 1e30 * tensor for name, tensor in weights.items()}, tmp_path / "broken.safetensors")
     assert "the LoRA cannot be merged" in refused(tmp_path / "broken.safetensors", *options)
     assert not (tmp_path / "merged").exists()

@@ -27,8 +27,8 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
 from qwen_train.lora.adapter import lora_weights, start_from, write_lora
-from qwen_train.lora.export import read_lora
 from qwen_train.lora.files import METADATA_KEY, origin_of
+from qwen_train.lora.reader import read_lora
 
 from .support.caches import build
 from .support.judge import TOLERANCE
@@ -235,19 +235,18 @@ def test_starting_from_what_is_no_lora_is_refused(fit: Callable[..., Trained], t
     with pytest.raises(ConfigError, match=r"train.lora.weights: no LoRA here"):
         fit(weights=str(tmp_path / "nowhere"))
     (tmp_path / "text.safetensors").write_text("not one", encoding="utf-8")
-    with pytest.raises(TrainError, match="the LoRA cannot be read"):
+    with pytest.raises(TrainError, match="this is not a LoRA file"):
         fit(weights=str(tmp_path / "text.safetensors"))
     for metadata, message in (
-        ("[" * 100_000, "the LoRA cannot be read: it is nested more than 100 deep"),
-        ("9" * 5000, "the LoRA cannot be read: Exceeds the limit (4300 digits)"),
-        ('{"r": 4, "r": 8}', 'the LoRA cannot be read: the key "r" is there twice'),
-        ("[]", "the LoRA cannot be read: lora_adapter_metadata in its metadata is not a JSON object"),
+        ("[" * 100_000, "it is nested more than 100 deep"),
+        ("9" * 5000, "Exceeds the limit (4300 digits)"),
+        ('{"r": 4, "r": 8}', 'the key "r" is there twice'),
+        ("[]", "lora_adapter_metadata in its metadata is not a JSON object"),
     ):
         file = tmp_path / "metadata.safetensors"
         save_file({"x": torch.zeros(1)}, file, {METADATA_KEY: metadata})
-        with pytest.raises(TrainError) as caught:
-            start_from(None, file)
-        assert str(caught.value).startswith(f"{file}: {message}")
-        with pytest.raises(TrainError, match="this is not a LoRA file: "):
-            read_lora(file)
+        for read in (read_lora, lambda file: start_from(None, file)):
+            with pytest.raises(TrainError) as caught:
+                read(file)
+            assert str(caught.value).startswith(f"{file}: this is not a LoRA file: {message}")
         assert origin_of(file) == {}

@@ -26,11 +26,13 @@ from qwen_cache.encode import tiles
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.load import load_config
 from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
+from qwen_train.inference.axes import grid_cells, parse_axes
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.pipeline import load_pipeline
-from qwen_train.lora.files import WeightedLora, parse_lora
+from qwen_train.lora.files import WEIGHTS_NAME, WeightedLora, find_assistant, parse_lora
 
 from .support.commands import Result, run
 from .support.judge import stock_pipeline
@@ -335,27 +337,45 @@ def test_only_a_number_behind_the_last_colon_is_a_weight(tmp_path: Path) -> None
     assert parse_lora(f"{odd}:1e-1") == WeightedLora(odd, 0.1)
 
 
+def test_a_path_that_exists_is_that_path_with_its_colon(tmp_path: Path) -> None:
+    """In --lora, --grid and train.assistant_lora."""
+    for name in ("run", "run:2", "run:0"):
+        (tmp_path / name).mkdir()
+        write_lora(tmp_path / name / WEIGHTS_NAME, 1)
+    run, second = tmp_path / "run", tmp_path / "run:2"
+    of_second = WeightedLora(second / WEIGHTS_NAME, 1.0)
+    assert parse_lora(str(second)) == of_second
+    assert parse_lora(f"{second}:0.5") == WeightedLora(second / WEIGHTS_NAME, 0.5)
+    assert parse_lora(f"{run}:3") == WeightedLora(run / WEIGHTS_NAME, 3.0)
+    assert parse_lora(f"{second / WEIGHTS_NAME}") == of_second
+    assert find_assistant(load_config(None, [f"train.assistant_lora={second}"]).train) == of_second
+    config = PredictConfig()
+    assert grid_cells(parse_axes(["seed=1"], config), config, [str(second)])[0].loras == (of_second,)
+    (cell,) = grid_cells(parse_axes(["lora_weight=2"], config), config, [str(second)])
+    assert cell.loras == (WeightedLora(second / WEIGHTS_NAME, 2.0),)
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
         (
-            {"unet.down_blocks.0.attn.to_q.lora_A.weight": (4, 8)},
-            "unet.down_blocks.0.attn.to_q.lora_A.weight: the LoRA does not fit this model (expected transformer.",
+            {"unet.mid.to_q.lora_A.weight": (4, 8), "unet.mid.to_q.lora_B.weight": (8, 4)},
+            "unet.mid.to_q: the LoRA does not fit this model (expected a layer of 8 inputs and 8 outputs, found no",
         ),
         (
-            {f"{LAYER}.lora_A.weight": (4, 64), "transformer.transformer_blocks.2.attn.to_q.lora_A.weight": (4, 64)},
-            "transformer.transformer_blocks.2.attn.to_q.lora_A.weight: the LoRA does not fit this model",
+            {f"{LAYER.replace('0', '2')}.lora_A.weight": (4, 64), f"{LAYER.replace('0', '2')}.lora_B.weight": (64, 4)},
+            "transformer_blocks.2.attn.to_q: the LoRA does not fit this model",
         ),
         (
             {f"{LAYER}.lora_A.weight": (4, 3072), f"{LAYER}.lora_B.weight": (3072, 4)},
-            f"{LAYER}.lora_A.weight: the LoRA does not fit this model (expected (r, 64), found (4, 3072))",
+            "transformer_blocks.0.attn.to_q: the LoRA does not fit this model (expected a layer of 3072 inputs",
         ),
         (
             {f"{LAYER}.lora_A.weight": (4, 64), f"{LAYER}.lora_B.weight": (3072, 4)},
-            f"{LAYER}.lora_B.weight: the LoRA does not fit this model (expected (64, r), found (3072, 4))",
+            "(expected a layer of 64 inputs and 3072 outputs, found weights (64, 64))",
         ),
         ({f"{LAYER}.lora_A.weight": (4, 64)}, "lora_A.weight: a matrix has no partner of its rank (found none)"),
-        ({"proj_out.weight": (64, 64)}, "proj_out.weight: the LoRA does not fit this model"),
+        ({"proj_out.weight": (64, 64)}, "not a LoRA of a Qwen-Image transformer"),
     ],
 )
 def test_a_lora_of_another_base_is_refused_by_its_first_key(

@@ -1,9 +1,9 @@
-"""LoRAs of a pipeline: read by the stock loader, each with a weight; as adapters, or merged into the base weights.
+"""LoRAs of a pipeline: added by the stock loader, each with a weight; as adapters, or merged into the base weights.
 
 A LoKr, LoHa or OFT, which the stock pipelines do not load, is added by peft, in float32.
-Refused before anything large is loaded: a damaged LoRA, one of another base (the error names the first key that does
-not fit), a matrix without its partner, a weight for an OFT, which has no scale, several types at once without merging,
-and merging into quantised weights, which would round the LoRA away. Pickles are never opened.
+Refused before anything large is loaded: a file that `lora/reader.py` refuses, a LoRA of another base (the error names
+the first layer that does not fit), a weight for an OFT, which has no scale, several types at once without merging, and
+merging into quantised weights, which would round the LoRA away. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -14,25 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import QwenImagePipeline
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import from_config
 from qwen_cache.plain_text import plain
-from qwen_cache.storage.checksums import check_safetensors
-from qwen_train.lora.export import add_to_weights, attach, check_fit, check_pairs, read_lora
-from qwen_train.lora.files import ORIGIN, PREFIX, WeightedLora, origin_of
-from qwen_train.lora.names import only_export_reads
-from qwen_train.lora.peft_settings import check_settings
+from qwen_train.lora.export import add_to_weights, attach, check_fit
+from qwen_train.lora.files import WeightedLora, origin_of
+from qwen_train.lora.reader import read_lora
 from qwen_train.lora.types import LORA, OFT, AdapterType, check_base, type_of_names
 from qwen_train.model.modulation import TabulatedTransformer2DModel
 from qwen_train.model.stock import stock_class
 
-CONVERT = "convert it with `qwen-train export FILE --to diffusers`"
 UNPACKED = "generate with the unquantised model, or with model.quantization=int8 or fp8"
 UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
 
@@ -53,11 +49,15 @@ def check_loras(
         raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
     with torch.device("meta"):
         transformer = from_config(kind, config)
-    layers = {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    layers = {
+        name: (layer.out_features, layer.in_features)
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
     _check_types(loras, merge)
     for lora in loras:
         check_base(_type(lora.file), quantization, config, lora.file, UNPACKED)
-        _check_fit(lora.file, layers)
+        check_fit(read_lora(lora.file), layers, f"{lora.file}: ")
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
             base = f"{origin.get('model')} ({origin['pipeline']})"
@@ -78,7 +78,7 @@ def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are intended
-                state, settings = _read(lora.file)
+                state, settings = read_lora(lora.file).prefixed()
                 pipeline.load_lora_into_transformer(
                     state, pipeline.transformer, adapter_name=name, metadata=settings, _pipeline=pipeline
                 )
@@ -135,49 +135,6 @@ def _type(file: Path) -> AdapterType:
         return type_of_names(_names(file))
     except UNREADABLE:
         return LORA
-
-
-def _check_fit(file: Path, layers: dict[str, Any]) -> None:
-    """Raise TrainError with the first key that fits no layer, by name or shape."""
-    if _type(file) != LORA:
-        shapes = {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-        check_fit(read_lora(file), shapes, f"{file}: ")
-        return
-    try:
-        check_safetensors(file, TrainError)
-        state, _ = _read(file)
-    except UNREADABLE as error:
-        raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=file) from None
-    do = CONVERT if only_export_reads(_names(file)) else None
-    weights = {}
-    for key, tensor in state.items():
-        name = key.removeprefix(f"{PREFIX}.")
-        module, _, rest = name.partition(".lora_")
-        layer, where = layers.get(module), f"{file}: {key}"
-        what = "the LoRA does not fit this model"
-        if layer is None or name == key or not rest:
-            expected = f"{PREFIX}.<linear layer>.lora_A or lora_B"
-            raise TrainError(what, where=where, expected=expected, found="no such layer", do=do)
-        down = rest.startswith("A.")
-        if tensor.shape[-1 if down else 0] != (layer.in_features if down else layer.out_features):
-            expected = f"({'r' if down else layer.out_features}, {layer.in_features if down else 'r'})"
-            raise TrainError(what, where=where, expected=expected, found=tuple(tensor.shape))
-        weights[name] = tensor
-    check_pairs(weights, file)
-
-
-def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """A LoRA's tensors and peft's settings, as the stock loader reads them, with the settings checked."""
-    # of the mixin that the pipelines of all models share
-    state, header = QwenImagePipeline.lora_state_dict(
-        str(file.parent), weight_name=file.name, use_safetensors=True, return_lora_metadata=True
-    )
-    if not header:
-        return state, None
-    given = {name.removeprefix(f"{PREFIX}."): value for name, value in header.items() if name != ORIGIN}
-    weights = {name.removeprefix(f"{PREFIX}."): tensor for name, tensor in state.items()}
-    settings = check_settings(given, weights, file)
-    return state, {f"{PREFIX}.{name}": value for name, value in settings.items()}
 
 
 def _names(file: Path) -> list[str]:

@@ -13,24 +13,24 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import peft
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.train import TAKES, LoraConfig
-from qwen_cache.storage.checksums import check_safetensors, sealed
+from qwen_cache.storage.checksums import sealed
 from qwen_cache.storage.durable import write_durably
-from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, find_start, settings_in
-from qwen_train.lora.tensors import alpha_of, rank_of
-from qwen_train.lora.types import type_of
+from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, find_start
+from qwen_train.lora.reader import Lora, ranks_and_alphas, read_lora
+from qwen_train.lora.tensors import alpha_of, by_module, rank_of
+from qwen_train.lora.types import PATTERNS, type_of
 from qwen_train.model.sharding import assign
 
 
@@ -139,21 +139,15 @@ def write_lora(transformer: Any, weights: Mapping[str, Tensor], path: Path, orig
 
 def start_from(transformer: Any, path: Path) -> None:
     """Start from an existing LoRA, a file or its folder; ConfigError or TrainError if it cannot be read."""
-    file = find_start(path)
-    try:
-        check_safetensors(file, TrainError)
-        load_lora(transformer, file)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise TrainError(f"the LoRA cannot be read: {error}", where=file) from None
+    load_lora(transformer, find_start(path))
 
 
 def load_lora(transformer: Any, path: Path) -> None:
-    """Load an adapter into the one added by `add_lora`; TrainError unless shape and scale are equal."""
-    with safe_open(path, framework="pt") as file:
-        metadata = settings_in(file.metadata())
-        weights = {name.removeprefix(f"{PREFIX}."): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    _check_function(metadata, transformer.peft_config["default"].to_dict(), path)
-    expected = lora_weights(transformer)
+    """Load an adapter into the one added by `add_lora`; TrainError unless modules, shapes and scales are equal."""
+    lora = read_lora(path)
+    expected, weights = lora_weights(transformer), lora.weights
+    trained = by_module(expected, lora.type.title)
+    _check_function(lora, transformer.peft_config["default"].to_dict(), trained, path)
     wrong = sorted(
         name
         for name in expected.keys() | weights.keys()
@@ -161,29 +155,35 @@ def load_lora(transformer: Any, path: Path) -> None:
     )
     if wrong:
         raise TrainError(
-            "the LoRA has other target modules or another rank",
+            f"the {lora.type.title} has other target modules or another rank",
             where=path,
             found=wrong[0],
-            do="use the same train.lora",
+            do="use the train.lora that it was trained with",
         )
     for name, target in expected.items():
         assign(target, weights[name])
 
 
-def _check_function(metadata: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
-    """Raise TrainError for another type or scale: unlike wrong shapes, it would silently train another function."""
-    found = {name.removeprefix(f"{PREFIX}."): value for name, value in metadata.items()}
-    expected_type, found_type = type_of(settings), type_of({"peft_type": settings["peft_type"], **found})
-    if found_type != expected_type:
-        do = f"set train.lora.type={found_type.name}"
-        raise TrainError(f"not a {expected_type.title}", where=path, found=f"a {found_type.title}", do=do)
-    for name in expected_type.function:
-        saved = found.get(name, settings[name])
-        if saved != settings[name]:
-            raise TrainError(
-                f"the {expected_type.title} has another {name}",
-                where=path,
-                expected=settings[name],
-                found=saved,
-                do="use the train.lora that it was trained with",
-            )
+OF_MODULE = {"r": rank_of, "lora_alpha": alpha_of, "alpha": alpha_of}
+"""Settings that patterns may change for a module."""
+
+
+def _check_function(lora: Lora, settings: Mapping[str, Any], trained: Collection[str], path: Path) -> None:
+    """Raise TrainError for another type or scale than that of the `trained` modules: unlike wrong shapes, it would
+    silently train another function."""
+    kind, modules = type_of(settings), [module for module in lora.modules if module in trained]
+    if lora.type != kind:
+        do = f"set train.lora.type={lora.type.name}"
+        raise TrainError(f"not a {kind.title}", where=path, found=f"a {lora.type.title}", do=do)
+    # of a LoKr without settings the scale is in its weights
+    own = lora.settings or ranks_and_alphas("alpha", {module: rank_of(settings, module) for module in modules}, {})
+    own = {**CONFIGS[kind.name]().to_dict(), **own}
+    for name in (each for each in kind.function if each not in PATTERNS):
+        for module in modules:
+            value_of = OF_MODULE.get(name, lambda values, _, name=name: values[name])
+            expected, found = value_of(settings, module), value_of(own, module)
+            if found != expected:
+                alpha = "; a file without an alpha has its rank as alpha" if "alpha" in name else ""
+                do = f"use the train.lora that it was trained with{alpha}"
+                what, where = f"the {kind.title} has another {name}", f"{path}: {module}"
+                raise TrainError(what, where=where, expected=expected, found=found, do=do)

@@ -27,9 +27,9 @@ from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
 from qwen_cache.settings.train import TrainConfig
-from qwen_train.lora.export import Lora, read_lora, settings_of
 from qwen_train.lora.files import WeightedLora, find_assistant
 from qwen_train.lora.names import DOWN, UP
+from qwen_train.lora.reader import Lora, read_lora, settings_of
 from qwen_train.model.modulation import EMBEDDER, OFF, columns
 from qwen_train.model.stock import trained_class
 

@@ -6,79 +6,53 @@
     merged      a folder: the base model's transformer with the adapter merged into its weights, for from_pretrained
 
 A LoRA can be converted from either file to the other without any loss; `merged` needs as much memory as the model once.
-Files of musubi-tuner, ai-toolkit, SimpleTuner and diffusion-pipe are read, too.
-Refused: a damaged file, one that is not an adapter of this transformer, a form that its program does not load (DoRA and
-OFT for ComfyUI, LoHa and OFT for diffusers), and merging into quantised weights, which would round the adapter away.
+`reader.py` says which files are read.
+Refused: layers that no published transformer has, a form that its program does not load (DoRA and OFT for ComfyUI, LoHa
+and OFT for diffusers), and merging into quantised weights, which would round the adapter away.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from peft import PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import CONFIG_NAME as PEFT_CONFIG_NAME
-from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor
+from torch import nn
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.model import ModelConfig
-from qwen_cache.storage.checksums import check_safetensors, sealed, write_checksums
+from qwen_cache.storage.checksums import sealed, write_checksums
 from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
-from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, check_export, find_lora, settings_in
-from qwen_train.lora.names import COMFYUI_NAMES, DOWN, UP, comfyui_prefix, peft_names
-from qwen_train.lora.peft_settings import check_settings
-from qwen_train.lora.tensors import alpha_of, by_module, layer_shape, lokr_scale, rank_of, scaled_lokr
-from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, type_of_names
+from qwen_train.lora.files import (
+    COMFYUI_METADATA_KEY,
+    METADATA_KEY,
+    ORIGIN,
+    PEFT_CONFIG_NAME,
+    PEFT_WEIGHTS_NAME,
+    PREFIX,
+    check_export,
+    find_lora,
+)
+from qwen_train.lora.names import COMFYUI_NAMES, DOWN, PEFT_PREFIX, UP, comfyui_prefix
+from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
+from qwen_train.lora.tensors import by_module, layer_shape, rank_of, scaled_lokr
+from qwen_train.lora.types import LOHA, LORA, OFT
 from qwen_train.model.single_file import DTYPES, load_single_file
-from qwen_train.model.stock import stock_class
+from qwen_train.model.stock import STOCK_CLASSES, stock_class
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]
-
-# Not diffusers' key: its loader would apply the header's alpha on top of each module's alpha.
-COMFYUI_METADATA_KEY = "peft_config"
-
-
-@dataclass(frozen=True)
-class Lora:
-    """An adapter under peft's names: `weights` without a prefix, `settings` as in peft's config, and `origin`, the
-    model and cache recorded in its file (`lora/adapter.py`), empty for a file of another trainer.
-
-    A LoKr of another trainer has no settings: its scale is in its weights."""
-
-    weights: Mapping[str, Tensor]
-    settings: Mapping[str, Any]
-    origin: Mapping[str, Any]
-
-    @property
-    def type(self) -> AdapterType:
-        return type_of_names(self.weights)
-
-    @property
-    def modules(self) -> list[str]:
-        if self.type != LORA:
-            return list(by_module(self.weights, self.type.title))
-        return [name.removesuffix(f".{DOWN}") for name in self.weights if name.endswith(DOWN)]
-
-    def alpha(self, module: str) -> float:
-        """The module's alpha: its scale times its rank."""
-        alpha = alpha_of(self.settings, module)
-        if not self.settings.get("use_rslora"):
-            return alpha
-        return alpha * math.sqrt(len(self.weights[f"{module}.{DOWN}"]))
 
 
 def export(source: Path, form: str, out: Path, model: ModelConfig | None = None) -> Path:
@@ -87,9 +61,11 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
         do = "give diffusers for diffusers, comfyui for ComfyUI, peft for peft, or merged for a whole transformer"
         raise ConfigError("unknown format", where="--to", expected=" or ".join(get_args(Form)), found=form, do=do)
     check_export(form, out)
-    lora = read_lora(find_lora(source))
+    file = find_lora(source)
+    lora = read_lora(file)
     if form == "merged":
         return merge(lora, out, base_model(source, model))
+    check_modules(lora, file)
     if form == "peft":
         return write_peft_folder(lora, out)
     write: dict[str, Callable[[Lora], bytes]] = {"diffusers": diffusers_file, "comfyui": comfyui_file}
@@ -99,84 +75,27 @@ def export(source: Path, form: str, out: Path, model: ModelConfig | None = None)
     return out
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+@cache
+def _linear_layers(kind: str) -> frozenset[str]:
+    """The names of the linear layers of a published transformer, by its class in diffusers."""
+    import diffusers
+
+    with torch.device("meta"):
+        transformer = getattr(diffusers, kind)()  # its defaults are the published sizes
+    return frozenset(name for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear))
 
 
-def read_lora(file: Path) -> Lora:
-    """Read a LoRA with diffusers' or ComfyUI's names; settings missing in its header follow from its tensors."""
-    try:
-        check_safetensors(file, TrainError)
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in sorted(opened.keys())}
-            header = opened.metadata() or {}
-        if METADATA_KEY in header:
-            given = {name.removeprefix(f"{PREFIX}."): value for name, value in settings_in(header).items()}
-        else:
-            given = settings_in(header, COMFYUI_METADATA_KEY)
-        origin = given.pop(ORIGIN, {})
-    except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
-        raise TrainError(f"this is not a LoRA file: {error}", where=file) from None
-    weights, alphas = peft_names(tensors, file)
-    kind = type_of_names(weights)
-    if kind == LORA:
-        check_pairs(weights, file)
-        return Lora(weights, check_settings(given, weights, file) or settings_of(weights, alphas), origin)
-    modules = by_module(weights, file)
-    for module, own in modules.items():
-        layer_shape(kind, own, f"{file}: {module}")
-    if given:
-        return Lora(weights, check_settings(given, weights, file), origin)
-    return of_another_trainer(kind, modules, alphas, file)
-
-
-def of_another_trainer(
-    kind: AdapterType, modules: Mapping[str, Mapping[str, Tensor]], alphas: Mapping[str, float], file: Path
-) -> Lora:
-    """A LoKr or LoHa whose file has no settings of peft; a module without an alpha is not scaled."""
-    if kind == OFT:
-        what, do = "an OFT without peft's settings, which rotates other sides of the weights", "use it where it is from"
-        raise TrainError(what, where=file, do=do)
-    if kind == LOKR:
-        scales = {module: lokr_scale(tensors, alphas.get(module)) for module, tensors in modules.items()}
-        own = {module: scaled_lokr(tensors, scales[module]) for module, tensors in modules.items()}
-        return Lora(joined(own), {}, {})
-    ranks = {module: len(tensors["hada_w1_b"]) for module, tensors in modules.items()}
-    return Lora(joined(modules), {"peft_type": LOHA.peft_type, **ranks_and_alphas("alpha", ranks, alphas)}, {})
-
-
-def joined(modules: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {f"{module}.{name}": tensor for module, own in modules.items() for name, tensor in own.items()}
-
-
-def check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Raise TrainError if a module lacks one of its two matrices, or their ranks differ."""
-    for name, tensor in weights.items():
-        for one, other, axis in ((DOWN, UP, 0), (UP, DOWN, 1)):
-            partner = weights.get(f"{name.removesuffix(one)}{other}")
-            if name.endswith(one) and (partner is None or tensor.shape[axis] != partner.shape[1 - axis]):
-                found = "none" if partner is None else f"shapes {tuple(tensor.shape)} and {tuple(partner.shape)}"
-                raise TrainError("a matrix has no partner of its rank", where=f"{file}: {name}", found=found)
-    if not any(name.endswith(DOWN) for name in weights):
-        raise TrainError("not a LoRA: it has no weights", where=file)
-
-
-def settings_of(weights: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Any]:
-    """peft's settings for a LoRA without them; a module without an alpha is not scaled."""
-    ranks = {name.removesuffix(f".{DOWN}"): len(tensor) for name, tensor in weights.items() if name.endswith(DOWN)}
-    return {"peft_type": LORA.peft_type, **ranks_and_alphas("lora_alpha", ranks, alphas)}
-
-
-def ranks_and_alphas(name: str, ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
-    """The part of peft's settings that says ranks, alphas (under this `name`) and target modules."""
-    alphas = {module: alphas.get(module, float(rank)) for module, rank in ranks.items()}
-    rank, alpha = (Counter(values).most_common(1)[0][0] for values in (ranks.values(), alphas.values()))
-    return {
-        "r": rank,
-        name: alpha,
-        "rank_pattern": {module: value for module, value in ranks.items() if value != rank},
-        "alpha_pattern": {module: value for module, value in alphas.items() if value != alpha},
-        "target_modules": sorted(ranks),
-    }
+def check_modules(lora: Lora, file: Path) -> None:
+    """Raise TrainError with the first module that is no layer of a published transformer: other programs leave the
+    tensors of such a module out without a word."""
+    unknown = [[name for name in lora.modules if name not in _linear_layers(kind)] for kind in STOCK_CLASSES]
+    if missing := min(unknown, key=len):
+        raise TrainError(
+            "no linear layer of a Qwen-Image transformer has this name",
+            where=f"{file}: {missing[0]}",
+            expected="a name such as transformer_blocks.0.attn.to_q",
+            do="name a LoRA of Qwen-Image's transformer",
+        )
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -187,10 +106,10 @@ def diffusers_file(lora: Lora) -> bytes:
     if lora.type in (LOHA, OFT):
         do = "export it with --to peft, or with --to merged"
         raise TrainError(f"diffusers loads no {lora.type.title}", expected="a LoRA or a LoKr", do=do)
-    weights = {f"{PREFIX}.{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
-    metadata = {f"{PREFIX}.{name}": value for name, value in lora.settings.items()}
-    header = {METADATA_KEY: json.dumps(metadata | _origin(lora), indent=2, sort_keys=True)} if metadata else None
-    data: bytes = save(weights, header)  # without settings, diffusers infers those of a LoKr
+    weights, settings = lora.prefixed()
+    header = {METADATA_KEY: json.dumps(settings | _origin(lora), indent=2, sort_keys=True)} if settings else None
+    # without settings, diffusers infers those of a LoKr
+    data: bytes = save({name: tensor.contiguous() for name, tensor in weights.items()}, header)
     return data
 
 
@@ -219,13 +138,17 @@ def comfyui_file(lora: Lora) -> bytes:
         tensors[f"{prefix}{module}.{names[f'lora_{rest}']}"] = tensor.contiguous()
     for module in lora.modules:
         tensors[f"{prefix}{module}.alpha"] = torch.tensor(lora.alpha(module))
-    header = {
-        "ss_network_dim": str(lora.settings["r"]),
-        "ss_network_alpha": str(lora.settings["lora_alpha"]),
-        COMFYUI_METADATA_KEY: json.dumps({**lora.settings, **_origin(lora)}, sort_keys=True),
-    }
-    data: bytes = save(tensors, header)
+    data: bytes = save(tensors, _comfyui_header(lora, lora.settings))
     return data
+
+
+def _comfyui_header(lora: Lora, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The rank and the alpha under the names of kohya's trainers, and peft's settings."""
+    return {
+        "ss_network_dim": str(settings["r"]),
+        "ss_network_alpha": str(settings["lora_alpha" if lora.type == LORA else "alpha"]),
+        COMFYUI_METADATA_KEY: json.dumps({**settings, **_origin(lora)}, sort_keys=True),
+    }
 
 
 def comfyui_lycoris_file(lora: Lora) -> bytes:
@@ -251,12 +174,7 @@ def comfyui_lycoris_file(lora: Lora) -> bytes:
             modules = {module: scaled_lokr(own, scales[module]) for module, own in modules.items()}
             settings |= ranks_and_alphas("alpha", ranks, {})
     tensors = {f"{prefix}{name}": tensor.contiguous() for name, tensor in {**joined(modules), **alphas}.items()}
-    header = {
-        "ss_network_dim": str(settings["r"]),
-        "ss_network_alpha": str(settings["alpha"]),
-        COMFYUI_METADATA_KEY: json.dumps({**settings, **_origin(lora)}, sort_keys=True),
-    }
-    data: bytes = save(tensors, header if settings else None)
+    data: bytes = save(tensors, _comfyui_header(lora, settings) if settings else None)
     return data
 
 
@@ -266,9 +184,9 @@ def write_peft_folder(lora: Lora, out: Path) -> Path:
         what, do = "peft needs the settings of a LoKr, and this file has none", "export it with --to diffusers"
         raise TrainError(what, do=do)
     config = {**lora.settings, "peft_type": lora.type.peft_type, "inference_mode": True}
-    weights = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
+    weights = {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in lora.weights.items()}
     with whole_folder(out) as temporary:
-        write_durably(temporary / SAFETENSORS_WEIGHTS_NAME, *sealed(save(weights)))
+        write_durably(temporary / PEFT_WEIGHTS_NAME, *sealed(save(weights)))
         write_durably(temporary / PEFT_CONFIG_NAME, json.dumps(config, indent=2, sort_keys=True).encode("utf-8"))
         if out.exists():
             out.rmdir()  # fails if it is no longer empty
@@ -342,8 +260,7 @@ def attach(lora: Lora, transformer: Any, name: str) -> None:
     that do not belong to its tensors."""
     try:
         if lora.type == LORA or not lora.settings:  # by diffusers' loader, which infers the settings of a LoKr
-            prefixed = {f"{PREFIX}.{key}": tensor for key, tensor in lora.weights.items()}
-            settings = {f"{PREFIX}.{key}": value for key, value in lora.settings.items()} or None
+            prefixed, settings = lora.prefixed()
             transformer.load_lora_adapter(prefixed, prefix=PREFIX, metadata=settings, adapter_name=name)
         else:
             own = {**lora.settings, "peft_type": lora.type.peft_type, "target_modules": lora.modules}

@@ -4,6 +4,7 @@ anything is loaded."""
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,6 +24,11 @@ PREFIX = "transformer"
 """What the names of its tensors, and of peft's settings in its header, begin with, before a dot."""
 METADATA_KEY = "lora_adapter_metadata"
 """Where diffusers' loader reads peft's settings, such as rank and alpha, as JSON text."""
+COMFYUI_METADATA_KEY = "peft_config"
+"""Where a file with ComfyUI's names has them: under diffusers' key, diffusers' loader would apply the header's alpha on
+top of each module's own."""
+PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+"""The files in a folder of peft."""
 ORIGIN = "trained_on"
 """Key in that JSON text: the model, its pipeline and the identity of the cache."""
 
@@ -45,7 +51,12 @@ def parse_lora(text: str) -> WeightedLora:
 
 
 def split_weight(text: str) -> tuple[str, float]:
-    """`NAME:weight` as name and weight; the weight is 1 without a number after the last colon."""
+    """`NAME:weight` as name and weight.
+
+    The weight is 1 without a number after the last colon, and for a path that exists with its colon.
+    """
+    if os.path.exists(text):  # False for what cannot be a path, where Path.exists would raise
+        return text, 1.0
     name, _, number = text.rpartition(":")
     try:
         weight = float(number)
@@ -54,9 +65,17 @@ def split_weight(text: str) -> tuple[str, float]:
     return (name, weight) if name and math.isfinite(weight) else (text, 1.0)
 
 
+def _file_at(path: Path) -> Path:
+    """The path of a file: `path`, or in a folder that of a run, or else that of peft."""
+    if not path.is_dir():
+        return path
+    own, pefts = path / WEIGHTS_NAME, path / PEFT_WEIGHTS_NAME
+    return pefts if pefts.is_file() and not own.is_file() else own
+
+
 def find_lora(source: Path) -> Path:
-    """The LoRA file: `source`, or the one in a run's folder; TrainError if there is none."""
-    file = source / WEIGHTS_NAME if source.is_dir() else source
+    """The LoRA file: `source`, or the one in the folder of a run or of peft; TrainError if there is none."""
+    file = _file_at(source)
     if (source / "transformer").is_dir() and not file.is_file():
         do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"
         raise TrainError("this run trained all weights", where=source, do=do)
@@ -69,7 +88,7 @@ def find_lora(source: Path) -> Path:
 
 def find_start(path: Path) -> Path:
     """The file of `train.lora.weights`; ConfigError if there is none."""
-    file = path / WEIGHTS_NAME if path.is_dir() else path
+    file = _file_at(path)
     if file.is_file():
         return file
     expected, do = f"{WEIGHTS_NAME}, or another file", "name the output folder of a finished run, or the file of a LoRA"
@@ -94,7 +113,7 @@ def find_assistant(settings: TrainConfig) -> WeightedLora | None:
     on_hub = None if path.exists() else ON_HUB.fullmatch(name)
     if on_hub:
         path = _download(on_hub["repository"], on_hub["file"] or WEIGHTS_NAME)
-    file = path / WEIGHTS_NAME if path.is_dir() else path
+    file = _file_at(path)
     if not file.is_file() or file.suffix != ".safetensors":
         raise ConfigError(
             "train.assistant_lora: no LoRA here",

@@ -3,9 +3,11 @@
     diffusers   transformer.<module>.lora_A.weight, .lora_B.weight
     ComfyUI     diffusion_model.<module>.lora_down.weight, .lora_up.weight, .alpha
     musubi      lora_unet_<module, with _ for .>.lora_down.weight, .lora_up.weight, .alpha
+    peft        base_model.model.<module>.lora_A.weight, .lora_B.weight
 
 A LoKr and a LoHa have the names of LyCORIS after the module in all of them, which are peft's: lokr_w1, hada_w1_a and
-so on (`tensors.py`). SimpleTuner writes `lycoris_` and the module with _ for a dot.
+so on (`tensors.py`). SimpleTuner writes `lycoris_` and the module with _ for a dot. DiffSynth-Studio keeps peft's name
+of the adapter: `lora_A.default.weight`.
 
 ComfyUI's modules are diffusers', except in Qwen-Image-2.1: there it keeps `img_mlp.gate_layer` and `img_mlp.proj` as
 one layer, `img_mlp.gate_up`, the rows of the gate first. It finds the halves under names without a prefix or with
@@ -29,12 +31,16 @@ from torch import Tensor
 
 from qwen_cache.errors import TrainError
 from qwen_train.lora.files import PREFIX
+from qwen_train.lora.tensors import HADAMARD, ROTATION, W1, W2
 from qwen_train.lora.types import TYPES
 
 COMFYUI_PREFIX = "diffusion_model"
 MUSUBI_PREFIX = "lora_unet_"
 UNDERSCORED_PREFIXES = (MUSUBI_PREFIX, "lycoris_")
-DOWN, UP = "lora_A.weight", "lora_B.weight"
+PEFT_PREFIX = "base_model.model."
+TEXT_ENCODERS = ("lora_te", "text_encoder", "text_model", "lycoris_te")
+"""What the names of a text encoder's tensors begin with, in the files of several trainers."""
+DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
 FUSED = {".img_mlp.gate_up": (".img_mlp.gate_layer", ".img_mlp.proj")}
 """ComfyUI's fused layers of Qwen-Image-2.1: diffusers' layers, in the order of their rows."""
@@ -48,6 +54,8 @@ UNDERSCORED = (
 """The parts of module names that have an underscore of their own, in both models."""
 WHOLE = "lokr_w2"
 """The second factor of a LoKr as one matrix."""
+KINDS = frozenset((DOWN, UP, MAGNITUDE, *W1, *W2, *HADAMARD, ROTATION))
+"""The tensors of a module, of all types."""
 MARKER = re.compile("|".join(rf"\.(?={each.prefix})" for each in TYPES.values()))
 """The dot between a module and a tensor of its adapter."""
 PART = re.compile("|".join(sorted(UNDERSCORED, key=len, reverse=True)) + r"|[^_]+")
@@ -62,22 +70,22 @@ def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Ten
     """The weights under peft's names, and each module's alpha if the file has one; TrainError for other names."""
     weights, alphas = dict[str, Tensor](), dict[str, float]()
     for name, tensor in tensors.items():
-        bare = dotted(name.removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}."))
+        if name.startswith(TEXT_ENCODERS):
+            raise TrainError(
+                "this LoRA is of the text encoder, too, which stays as it is here",
+                where=file,
+                found=name,
+                do="use it with the program that it is from, or remove the text encoder's tensors, which changes what "
+                "it does",
+            )
+        bare = dotted(name.removeprefix(PEFT_PREFIX).removeprefix(f"{PREFIX}.").removeprefix(f"{COMFYUI_PREFIX}."))
         module, *rest = MARKER.split(bare, maxsplit=1)
+        kind = rest[0].replace(".default", "") if rest else ""
+        kind = COMFYUI_NAMES.get(kind, kind)
         if bare.endswith(".alpha") and tensor.numel() == 1:
-            module = bare.removesuffix(".alpha")
-            alphas |= dict.fromkeys(halves(module), float(tensor))
-        elif rest:
-            kind = COMFYUI_NAMES.get(rest[0], rest[0])
-            if kind == WHOLE and name.startswith(MUSUBI_PREFIX):
-                raise TrainError(
-                    "a LoKr of whole factors, of which trainers with these names differ in the scale",
-                    where=file,
-                    found=name,
-                    do="merge it with the program that it was trained with",
-                )
-            weights |= {f"{half}.{kind}": part for half, part in split(module, kind, tensor, file).items()}
-        else:
+            alphas |= dict.fromkeys(halves(bare.removesuffix(".alpha")), float(tensor))
+            continue
+        if kind not in KINDS:
             raise TrainError(
                 "not a LoRA of a Qwen-Image transformer",
                 where=file,
@@ -85,6 +93,17 @@ def peft_names(tensors: Mapping[str, Tensor], file: Path) -> tuple[dict[str, Ten
                 "hada_…",
                 found=name,
             )
+        if kind == WHOLE and name.startswith(MUSUBI_PREFIX):
+            raise TrainError(
+                "a LoKr of whole factors, of which trainers with these names differ in the scale",
+                where=file,
+                found=name,
+                do="merge it with the program that it was trained with",
+            )
+        for half, part in split(module, kind, tensor, file).items():
+            if f"{half}.{kind}" in weights:
+                raise TrainError("two tensors of the file have the same place", where=file, found=name)
+            weights[f"{half}.{kind}"] = part
     return weights, alphas
 
 
@@ -122,8 +141,3 @@ def split(module: str, kind: str, tensor: Tensor, file: Path) -> dict[str, Tenso
             found=f"{len(tensor)} rows",
         )
     return {layer: part.clone() for layer, part in zip(layers, tensor.chunk(len(layers)), strict=True)}
-
-
-def only_export_reads(names: Iterable[str]) -> bool:
-    """Whether diffusers' loader cannot place these names in Qwen-Image-2.1, while `qwen-train export` can."""
-    return any(name.startswith(MUSUBI_PREFIX) or any(f"{fused}." in name for fused in FUSED) for name in names)

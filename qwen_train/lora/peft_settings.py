@@ -17,6 +17,7 @@ from peft import PeftConfig
 from torch import Tensor
 
 from qwen_cache.errors import TrainError
+from qwen_train.lora.names import MAGNITUDE
 from qwen_train.lora.types import LOHA, LORA, OFT, PATTERNS, AdapterType, type_of, type_of_names
 
 MOST_MODULES, LONGEST_NAME = 5000, 200
@@ -25,10 +26,8 @@ MOST_EXPRESSIONS, MOST_REPETITIONS = 16, 3
 """Patterns that are more than a name, and repetitions and groups in each: a match then takes milliseconds."""
 NAME = re.compile(r"\^?[\w.\\-]+\$?")
 """A pattern without repetitions, groups and sets."""
-MAGNITUDE = "lora_magnitude_vector"
-"""In the names of the tensors that only a DoRA has."""
-NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping")
-"""Settings that say in other words which modules there are, or where code is."""
+NOT_NEEDED = ("exclude_modules", "layers_to_transform", "layers_pattern", "auto_mapping", "inference_mode")
+"""Settings that say in other words which modules there are, where code is, or whether it is trained."""
 
 
 def _whole(least: int) -> Callable[[Any], bool]:
@@ -63,7 +62,6 @@ FITS: dict[str, Callable[[Any], bool]] = {
     "eps": lambda value: _number(value) and value > 0,
     **dict.fromkeys(("lora_dropout", "rank_dropout", "module_dropout"), _probability),
     **dict.fromkeys(("use_rslora", "use_dora", "coft", "use_cayley_neumann", "decompose_both"), _boolean),
-    "inference_mode": _boolean,
     "init_lora_weights": lambda value: value in (True, False, "gaussian"),  # others change the base weights
     "init_weights": lambda value: value in (True, False, "lycoris"),
     "target_modules": _names,
@@ -88,6 +86,10 @@ def check_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], file
         raise TrainError(str(error), where=file) from None
     if named != kind:
         raise TrainError(f"a {kind.title} with the settings of another type", where=file, found=named.peft_type)
+    for name in kind.function[: 1 if kind == OFT else 2]:  # peft's default would be another adapter
+        if given.get(name) is None:
+            what, do = "peft's settings lack one without which the scale is unknown", "use the file that was trained"
+            raise TrainError(what, where=file, expected=name, do=do)
     defaults = PeftConfig.from_peft_type(peft_type=kind.peft_type).to_dict()
     settings = {}
     for name, value in given.items():

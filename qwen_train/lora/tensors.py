@@ -22,6 +22,7 @@ from qwen_cache.errors import TrainError
 from qwen_train.lora.types import LOHA, OFT, PATTERNS, AdapterType, type_of_names
 
 W1, W2 = ("lokr_w1", "lokr_w1_a", "lokr_w1_b"), ("lokr_w2", "lokr_w2_a", "lokr_w2_b")
+HADAMARD, ROTATION = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), "oft_R.weight"
 Tensors = Mapping[str, Tensor]
 """Of one module, without its name."""
 
@@ -41,14 +42,14 @@ def by_module(weights: Mapping[str, Tensor], file: Path | str) -> dict[str, dict
 def layer_shape(kind: AdapterType, tensors: Tensors, where: str) -> tuple[int | None, int]:
     """Outputs and inputs of the layer that a module of LoKr, LoHa or OFT fits; None: any number of outputs."""
     if kind == OFT:
-        rows, elements = _weight(tensors, "oft_R.weight", where).shape
+        rows, elements = _weight(tensors, ROTATION, where).shape
         block = (1 + math.isqrt(1 + 8 * elements)) // 2
         if block * (block - 1) // 2 != elements:
             raise TrainError("not the triangle of a block", where=where, found=f"{elements} elements in a row")
         return None, rows * block
     if kind == LOHA:
-        one = _product(tensors, "hada_w1_a", "hada_w1_b", where)
-        two = _product(tensors, "hada_w2_a", "hada_w2_b", where)
+        one = _product(tensors, *HADAMARD[:2], where)
+        two = _product(tensors, *HADAMARD[2:], where)
         if one != two:
             raise TrainError("both products of a LoHa have the shape of the layer", where=where, found=f"{one}, {two}")
         return one
