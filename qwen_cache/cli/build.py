@@ -461,7 +461,7 @@ def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
     if plan.removed and not task.is_repair:
         out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} removed from the source, and now from the dataset")
     if not (plan.missing or plan.removed or task.update.is_nothing or task.is_repair):
-        out.print(f"{INDENT}names or their order have changed: the list of samples is written anew")
+        out.print(f"{INDENT}names or their order have changed: the list of samples is written again")
     changed = [sample for sample in plan.missing if sample.reasons != ("new",)]
     if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
         changed = []  # the summary has the reason

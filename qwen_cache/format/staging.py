@@ -163,7 +163,7 @@ class Staging:
     def add_copy(self, entry: Entry, shard: memoryview, where: object = "what an earlier run left") -> None:
         """Append a sample of the mapped `shard`, after a check of its tensors; `where` is for errors.
 
-        Whatever is between them there is written anew, so that no damage is copied.
+        Whatever is between them there is written again, so that no damage is copied.
         """
         check_tensors(entry, shard, str(where))
         self.add(entry.meta, dict(tensor_bytes(entry, shard)))

@@ -27,7 +27,7 @@ Log = Callable[[str, dict[str, Any]], None]
 def log(event: str, facts: dict[str, Any]) -> None:
     """Write an event with the time."""
     value = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **facts}
-    with suppress(OSError):  # the disk with the log is full: the service goes on
+    with suppress(OSError):  # the disk with the log is full: the service works on
         print(json.dumps(value), file=sys.stderr, flush=True)
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen_cache.errors import TrainError, first_line
-from qwen_cache.format.fields import parse_json
+from qwen_cache.json_text import parse_json
 from qwen_cache.storage.checksums import check_safetensors
 from qwen_cache.storage.mapped import read_file
 from qwen_train.lora.files import COMFYUI_METADATA_KEY, METADATA_KEY, ORIGIN, PEFT_CONFIG_NAME, PREFIX, settings_in
