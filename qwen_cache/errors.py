@@ -54,7 +54,7 @@ NAMES_IN_NOTICE = 3
 
 @dataclass(frozen=True)
 class Notice:
-    """What a user should know of some samples, which are used all the same: one line, with their number."""
+    """A fact that a user should know of some samples, which are used all the same: one line, with their number."""
 
     what: str
     """What these samples are or have, with the verb in the plural: `prompts have …`."""

@@ -101,7 +101,7 @@ FieldProblems = dict[str, tuple[str, str]]
 
 
 def limits_exceeded(row: Row) -> FieldProblems:
-    """What of a row no cache could hold: from a folder, a table, a tar or a request, all the same."""
+    """The fields that no cache could hold, whether the row is from a folder, a table, a tar or a request."""
     found: FieldProblems = {}
     for role, text, most in (("name", row.name, MAX_NAME), ("prompt", row.prompt, MAX_TEXT)):
         try:
