@@ -246,7 +246,7 @@ def test_refuses_what_is_no_head(tmp_path: Path) -> None:
         (text.replace(', "encoder": ""', ""), "encoder"),
         ("[]", "does not fit"),
         ("{", "does not fit"),
-        (100_000 * "[", "recursion"),
+        (100_000 * "[", "it is nested more than 100 deep"),
     ):
         save_file(weights, path, {METADATA_KEY: broken})
         with pytest.raises(ModelError) as refusal:

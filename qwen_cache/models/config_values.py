@@ -59,7 +59,8 @@ class Transformer(Values):
     num_layers: Layers
     num_attention_heads: Heads
     attention_head_dim: Heads
-    in_channels: Literal[64]
+    in_channels: Width
+    """Other numbers than those of the latents are refused with a reason of their own."""
     out_channels: Width | None
     patch_size: Few
     axes_dims_rope: Annotated[list[Annotated[int, Field(ge=2, le=1024, multiple_of=2)]], Three] = [16, 56, 56]
@@ -71,7 +72,7 @@ class Transformer(Values):
             raise _refuse("num_attention_heads", f"times attention_head_dim must be at most {MAX_WIDTH}")
         if sum(self.axes_dims_rope) != self.attention_head_dim:
             raise _refuse("axes_dims_rope", f"must add up to attention_head_dim, {self.attention_head_dim}")
-        if (self.out_channels or self.in_channels) * self.patch_size**2 != LATENT_CHANNELS:
+        if (self.out_channels or self.in_channels) * self.patch_size**2 != self.in_channels == LATENT_CHANNELS:
             raise _refuse("out_channels", f"times patch_size² must be {LATENT_CHANNELS}")
         return self
 

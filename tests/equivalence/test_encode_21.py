@@ -175,9 +175,8 @@ def test_a_sample_at_the_real_sizes_takes_less_than_1_7_megabytes(tiny_model: Ti
     """Computed by the plan, for an edit at 1024² with one control, at the width of the real encoder (4096)."""
     folder = shutil.copytree(tiny_model("qwen-image-21"), tmp_path / "model")
     file = folder / "text_encoder" / "config.json"
-    file.write_text(
-        file.read_text(encoding="utf-8").replace('"hidden_size": 64', '"hidden_size": 4096'), encoding="utf-8"
-    )
+    config = file.read_text(encoding="utf-8").replace('hidden_size": 64', 'hidden_size": 4096')  # and what vision gives
+    file.write_text(config, encoding="utf-8")
     prompt = (
         "Replace the cup on the left by a glass of water, and keep the light, the shadows and everything else. " * 2
     )
