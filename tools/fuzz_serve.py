@@ -43,6 +43,7 @@ from hostile_requests import hostile_request
 
 from qwen_cache import open_cache
 from qwen_cache.client import Client
+from qwen_cache.serve.messages import States
 from qwen_cache.errors import QwenCacheError
 
 CLIENTS, ATTACKERS = 4, 8
@@ -274,12 +275,12 @@ def check_stored(target: Target, report: Report, keys: Sequence[str]) -> None:
         for begin in range(0, len(everything), 1000):
             asked = {"keys": everything[begin : begin + 1000], "wait": "stored"}
             while True:
-                answer = client._request("POST", "/v1/states", json={**asked, "seconds": 10}).json()["states"]
-                if all(each["state"] in ("stored", "failed") for each in answer) or time.monotonic() > until:
+                answer = client.ask(States, "POST", "/v1/states", value={**asked, "seconds": 10}).states
+                if all(each.state in ("stored", "failed") for each in answer) or time.monotonic() > until:
                     break
                 if target.get("/readyz").status_code != 200:
                     until = min(until, time.monotonic() + 10)  # its commits fail: one more may succeed
-            states |= {each["key"]: each["state"] for each in answer}
+            states |= {each.key: str(each.state) for each in answer}
     if lost := [key for key in keys if states[key] != "stored"]:
         report.violated(f"{len(lost)} of {len(keys)} rows of clients are not stored: {lost[0]} is {states[lost[0]]}")
     for key, number in report.accepted.items():
