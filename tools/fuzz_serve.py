@@ -43,8 +43,8 @@ from hostile_requests import hostile_request
 
 from qwen_cache import open_cache
 from qwen_cache.client import Client
-from qwen_cache.serve.messages import States
 from qwen_cache.errors import QwenCacheError
+from qwen_cache.serve.messages import States
 
 CLIENTS, ATTACKERS = 4, 8
 PATIENCE = 120.0  # seconds for an answer: many times what any takes on a busy machine
