@@ -1,13 +1,14 @@
 """The values in a model's configurations that are read here, checked before a model is made of them.
 
 One table for each class: type, range and length of every value, and how they fit together. A missing value is the
-library's default; values that nothing here reads are ignored. Bounds are at least ten times what published models have:
+library's default; values that nothing here reads are ignored. Bounds are several times what published models have:
 with a million layers a library would work for minutes before it fails. Refused by ModelError, with the key.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -336,13 +337,18 @@ MODEL_TYPES: dict[str, type[Values]] = {"qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen
 """By `model_type`, of transformers."""
 OTHERS = ("_class_name", "model_type", "sample_sigmas")
 """Keys that are read besides."""
+METHODS = {*dir(OrderedDict), "to_dict"}
+"""What libraries call on a configuration: diffusers makes an attribute of every key."""
 
 
 def check_config(config: Mapping[str, Any], where: object, repeated: Collection[str] = ()) -> None:
-    """ModelError for a value that the class of this configuration cannot have, or a key that is read and `repeated`.
+    """ModelError for a value that the class of this configuration cannot have, a key that is read and `repeated`, and
+    one that would take the place of a method.
 
     Of a class without a table only `OTHERS` are read.
     """
+    if method := next((name for name in config if name in METHODS), None):
+        raise ModelError(f"the key {method} would take the place of a method", where=where, do=RESTORE)
     tables = ((config.get(key), known) for key, known in (("_class_name", CLASSES), ("model_type", MODEL_TYPES)))
     table = next((known[name] for name, known in tables if isinstance(name, str) and name in known), None)
     names = {*OTHERS, *(_names(table) if table else ())}
