@@ -510,7 +510,12 @@ IMPOSSIBLE: list[tuple[str, str, Any, str]] = [
     (TRANSFORMER, "attention_head_dim", 1 << 30, "(expected less than or equal to 1024, found 1073741824)"),
     (TRANSFORMER, "axes_dims_rope", [1 << 20] * 3, "axes_dims_rope.0 has a value that no model has"),
     (TRANSFORMER, "axes_dims_rope", [4, 14, 12], "axes_dims_rope: must add up to attention_head_dim, 32"),
-    (TRANSFORMER, "in_channels", 0, "in_channels has a value that no model has (expected greater than or equal to 1, found 0)"),
+    (
+        TRANSFORMER,
+        "in_channels",
+        0,
+        "in_channels has a value that no model has (expected greater than or equal to 1, found 0)",
+    ),
     (TRANSFORMER, "patch_size", 0, "patch_size has a value that no model has"),
     (TRANSFORMER, "patch_size", 4, "out_channels: times patch_size² must be 64"),
     (TRANSFORMER, "to_dict", 3, "the key to_dict would take the place of a method"),

@@ -239,7 +239,7 @@ def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.Monk
 
 
 def test_too_little_memory_is_no_sample_s_fault(job_at: Jobs) -> None:
-    """The sample fails for now; then it is unknown, so that it is sent again."""
+    """The sample fails for now; it is encoded when it is sent again."""
     now, errors = [0.0], [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
 
     class Failing(FakeLanes):
@@ -254,8 +254,9 @@ def test_too_little_memory_is_no_sample_s_fault(job_at: Jobs) -> None:
             failed = engine.reached(key := send(engine, 1), State.ENCODED).result(WAIT)
             assert (failed.state, failed.code) == (State.FAILED, "out_of_memory")
             assert engine.status([key])[0] == failed
+            assert engine.failed_lately(key)
             now[0] += 11
-            assert engine.status([key])[0].state is State.UNKNOWN
+            assert not engine.failed_lately(key)
         assert engine.reached(send(engine, 1), State.ENCODED).result(WAIT).state is State.ENCODED
         assert engine.fault is None
 

@@ -46,7 +46,7 @@ from qwen_cache.system_errors import FULL
 
 FAILURES_KEPT = 10_000
 RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tries again
-FAULT_KEPT = 10.0  # seconds, after which a sample that failed by a fault of the server is unknown: it is sent again
+FAULT_SECONDS = 10.0  # after which a sample that failed by a fault of the server may be sent again
 NO_CPU_MEMORY = "DefaultCPUAllocator"
 """What torch's RuntimeError of too little memory of the CPU names: it has no class of its own."""
 LATER = "send the request again later; the server's log says more"
@@ -151,6 +151,11 @@ class Engine:
         with self._changed:
             return [self._state(key) for key in keys]
 
+    def failed_lately(self, key: str) -> bool:
+        """Whether a sample has failed, and not so long ago that another attempt is worth while."""
+        with self._changed:
+            return key in self._failed and self._clock() < self._failed[key][1] + FAULT_SECONDS
+
     def reached(self, key: str, state: State) -> Future[Status]:
         """The status of a sample once it is ENCODED or STORED, or has failed; at once if it is unknown.
 
@@ -224,9 +229,8 @@ class Engine:
             return Status(key, State.ENCODED if work.encoded.done() else State.ACCEPTED)
         if self.store.is_stored(key):
             return Status(key, State.STORED)
-        failed, since = self._failed.get(key, (None, 0.0))
-        if failed is not None and (failed.code is None or self._clock() < since + FAULT_KEPT):
-            return failed
+        if key in self._failed:
+            return self._failed[key][0]
         return Status(key, State.ENCODED if self.store.has(key) else State.UNKNOWN)
 
     def _check_fault(self, samples: int) -> None:

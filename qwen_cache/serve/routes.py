@@ -40,7 +40,7 @@ from qwen_cache.serve.messages import (
     States,
     StatesRequest,
 )
-from qwen_cache.serve.states import Fault, State, Status
+from qwen_cache.serve.states import State, Status
 from qwen_cache.sources.rows import Row
 from qwen_cache.web import RefusedError, as_json
 
@@ -154,16 +154,19 @@ async def _wait(engine: Engine, keys: Sequence[str], state: State, seconds: floa
 def _sample(engine: Engine, key: str) -> Response:
     found = engine.sample(key)
     if found is None:
-        return _not_there(engine.status([key])[0], engine.fault)
+        return _not_there(engine, engine.status([key])[0])
     pieces = sample_file(*found, engine.job.format_version)
     return Response(b"".join(pieces), media_type="application/octet-stream")
 
 
-def _not_there(status: Status, fault: Fault | None) -> Response:
-    """The answer about a sample that cannot be fetched; `fault`: why nothing can be stored for now."""
+def _not_there(engine: Engine, status: Status) -> Response:
+    """The answer about a sample that cannot be fetched."""
+    fault = engine.fault
     if status.state is State.FAILED:
-        if status.code:
+        if status.code and engine.failed_lately(status.key):
             raise ServerFaultError(status.code, status.problem or "", do=LATER)
+        if status.code:
+            raise RefusedError(404, f"sample {status.key} has failed: {status.problem}", "send its row again")
         raise RefusedError(422, status.problem or "it cannot be encoded", "correct the row, and send it again")
     if status.state is State.ACCEPTED:
         if fault:
