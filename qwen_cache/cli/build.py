@@ -86,14 +86,14 @@ class Task:
 
     @property
     def has_work(self) -> bool:
-        """Whether the cache is out of date or damaged, or the source has faults."""
+        """True if the cache is out of date or damaged, or the source has faults."""
         plan = self.plan
         is_fault = any(notice.is_fault for notice in self.notices)
         return bool(plan.problems or is_fault) or not self.update.is_nothing
 
     @property
     def notices(self) -> tuple[Notice, ...]:
-        """What is worth knowing of the samples."""
+        """Facts about samples that are used all the same."""
         return () if self.is_repair else (*self.job.notices, *self.plan.notices)
 
 

@@ -45,7 +45,7 @@ class Lengths(AnswerModel):
 
 
 class Refusal(AnswerModel):
-    """What is wrong and what to do; `code` is for programs."""
+    """A fault and what to do; `code` is for programs."""
 
     error: str
     do: str = ""
@@ -76,7 +76,7 @@ def first_fault(error: ValidationError) -> str:
 
 
 def parse_refusal(body: bytes | bytearray, status: int) -> Refusal:
-    """What a server says of a request that it refuses; the status alone if it says nothing in our form."""
+    """The reason that a server gives for a refusal; the status alone if it gives none in our form."""
     try:
         return Refusal.model_validate(parse_json(bytes(body)))
     except ValueError:  # ValidationError is one

@@ -40,7 +40,7 @@ class Sizes(AnswerModel):
 
 
 class Description(AnswerModel):
-    """What is taken from the answer to `GET /v1`."""
+    """The part of the answer to `GET /v1` that is used."""
 
     format_version: Literal[1, 2]
     pipeline: Text

@@ -69,7 +69,7 @@ class BuildJob:
     rows_left_out: int = 0
     """Rows that the source leaves out, of all slices."""
     notices: tuple[Notice, ...] = ()
-    """What is worth knowing of the rows."""
+    """Facts about rows that are used all the same."""
 
     def keeps(self, name: str) -> bool:
         """Whether a cached sample of this name belongs to another slice."""
@@ -237,7 +237,7 @@ class SourceRows:
     left_out: int
     """How many rows the source leaves out, of all slices."""
     notices: tuple[Notice, ...] = ()
-    """What is worth knowing of the rows, of all slices."""
+    """Facts about rows that are used all the same, of all slices."""
 
 
 @without_gc()

@@ -75,7 +75,7 @@ class PlannedSample:
 
 
 Result = tuple[PlannedSample | Problem | Notice, ...]
-"""The samples of a row, or its problems; and what is worth knowing of its images."""
+"""The samples of a row, or its problems; and facts about its images."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class BuildPlan:
     new_masks: frozenset[str] = frozenset()
     """The keys of missing samples of which the cache has everything but the mask."""
     notices: tuple[Notice, ...] = ()
-    """What is worth knowing of the images."""
+    """Facts about images that are used all the same."""
 
     @property
     def missing(self) -> list[PlannedSample]:

@@ -127,7 +127,7 @@ class Content:
     left_out: int
     """How many rows the source leaves out."""
     notices: tuple[Notice, ...] = ()
-    """What is worth knowing of the rows that are used."""
+    """Facts about the rows that are used."""
 
 
 def read_source(source: Location, **settings: Unpack[SourceSettings]) -> tuple[list[Row], list[Problem]]:
