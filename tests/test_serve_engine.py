@@ -20,7 +20,15 @@ from qwen_cache import open_cache
 from qwen_cache.encode.builder import BuildJob, rules
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample, plan_row
-from qwen_cache.errors import BusyError, ConfigError, QwenCacheError, ServerFaultError, SourceError, StoppingError
+from qwen_cache.errors import (
+    BusyError,
+    ConfigError,
+    MemberError,
+    QwenCacheError,
+    ServerFaultError,
+    SourceError,
+    StoppingError,
+)
 from qwen_cache.format.shard import ShardWriter
 from qwen_cache.format.staging import Destination
 from qwen_cache.serve import pool as pool_module
@@ -296,6 +304,46 @@ def test_a_sample_that_cannot_be_stored_is_dropped_and_the_others_are_kept(
     assert [each.state for each in found] == expected
     assert len(open_cache(job.folder)) == expected.count(State.STORED)
     assert run("qwen-cache", "verify", job.folder).code == 0
+
+
+def test_a_full_disk_while_others_are_kept_loses_none(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that finds a damaged sample writes the others again; until it can, they stay as they are."""
+    job, add = job_at("pool"), ShardWriter.add
+    lanes = FakeLanes(job)
+    with Pool(job) as pool:
+        samples = [plan_row(row(number), rules(job))[0] for number in range(3)]
+        for sample in samples:
+            pool.add(sample.row.name, *lanes.result(sample))
+        pool._open[0].names[samples[1].key] = "half \ud83d"
+
+        def full(writer: ShardWriter, *arguments: Any) -> None:
+            monkeypatch.setattr(ShardWriter, "add", add)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ShardWriter, "add", full)
+        with pytest.raises(OSError, match="No space"):
+            pool.commit()
+        assert all(pool.has(sample.key) for sample in samples)
+        assert pool.commit().keys() == {samples[1].key}
+        assert [pool.is_stored(sample.key) for sample in samples] == [True, False, True]
+    assert run("qwen-cache", "verify", job.folder).code == 0
+
+
+def test_a_fault_that_is_over_refuses_nobody(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the sample that met it cannot be stored for a reason of its own, and no other waits."""
+    job, add = job_at("pool", "serve.commit_seconds=0.05"), Pool.add
+    errors = [MemberError("unfit", where="there"), OSError(errno.ENOSPC, "No space left on device")]
+
+    def failing(pool: Pool, *arguments: Any) -> None:
+        if errors:
+            raise errors.pop()
+        add(pool, *arguments)
+
+    monkeypatch.setattr(Pool, "add", failing)
+    with started(job) as engine:
+        assert engine.reached(send(engine, 1), State.STORED).result(WAIT).state is State.FAILED
+        wait_until(lambda: engine.fault is None)
+        assert engine.reached(send(engine, 2), State.STORED).result(WAIT).state is State.STORED
 
 
 def test_encoders_that_cannot_be_loaded_end_it(job_at: Jobs) -> None:

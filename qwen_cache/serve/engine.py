@@ -47,12 +47,13 @@ from qwen_cache.system_errors import FULL
 FAILURES_KEPT = 10_000
 RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tries again
 FAULT_SECONDS = 10.0  # after which a sample that failed by a fault of the server may be sent again
+STORAGE_FULL = "storage_full"
 NO_CPU_MEMORY = "DefaultCPUAllocator"
 """What torch's RuntimeError of too little memory of the CPU names: it has no class of its own."""
 LATER = "send the request again later; the server's log says more"
 
 
-@dataclass
+@dataclass(eq=False)
 class Work:
     """A sample that is not in the dataset yet, and what waits for it."""
 
@@ -370,6 +371,8 @@ class Engine:
                 return False
             except Exception as error:  # noqa: BLE001 (of this sample: it could not be read back)
                 self._fail_by(work, error)
+                if not self._uncommitted:  # else the next commit tells
+                    self.fault = None
                 return False
             self._done(work)
             return True
@@ -415,10 +418,11 @@ class Engine:
             if self._stopping:
                 raise
             return
-        for work in [each for each in self._uncommitted if each.key in lost]:
-            self._fail(work, lost[work.key], "lost")
+        stored = [work for work in self._uncommitted if self.store.is_stored(work.key)]
+        for work in self._uncommitted:
+            if work not in stored:
+                self._fail(work, lost.get(work.key, "it is not in the dataset"), "lost")
         with self._changed:
-            stored = [work for work in self._uncommitted if work.key not in lost]
             self._uncommitted, self._oldest, self.fault = [], None, None
             for work in stored:
                 del self._works[work.key]
@@ -438,9 +442,6 @@ class _Known:
 
 
 _TO_ENCODE = (State.UNKNOWN, State.FAILED)
-
-
-STORAGE_FULL = "storage_full"
 
 
 @overload

@@ -284,19 +284,20 @@ class Pool:
         bad = [shard for shard in self._open if any(key in without for key in shard.entries) or self._is_gone(shard)]
         if not bad:
             return False
-        with self._lock:
-            self._open = [shard for shard in self._open if shard not in bad]
+        new = self._new_shard()
+        try:
             for shard in bad:
-                shard.mapped = shard.bytes()
+                for key in [key for key in shard.entries if key not in without]:
+                    new.writer.add(shard.entries[key].meta, dict(tensor_bytes(shard.entries[key], shard.bytes())))
+                    self._enter(new, shard.names[key])
+        except BaseException:  # such as a full disk: all stays as it is
+            _remove(new)
+            raise
+        with self._lock:
+            self._open = [*(shard for shard in self._open if shard not in bad), new]
         for shard in bad:
-            assert shard.mapped is not None
-            for key in [key for key in shard.entries if key not in without]:
-                entry, new = shard.entries[key], self._growing()
-                new.writer.add(entry.meta, dict(tensor_bytes(entry, shard.mapped)))
-                self._enter(new, shard.names[key])
             if shard.stored is None:
-                shard.writer.close()
-                shard.writer.path.unlink(missing_ok=True)
+                _remove(shard)
         return True
 
     def _is_gone(self, shard: OpenShard) -> bool:
@@ -323,13 +324,18 @@ class Pool:
 
     def _growing(self) -> OpenShard:
         """The shard to append to."""
-        if self._open and self._open[-1].stored is None:
-            return self._open[-1]
+        if not self._open or self._open[-1].stored is not None:
+            new = self._new_shard()
+            with self._lock:
+                self._open.append(new)
+        if (shard := self._open[-1]).writer.file.closed:  # it could not be opened again after an error
+            self._reopen(shard)
+        return shard
+
+    def _new_shard(self) -> OpenShard:
         self._folder.mkdir(parents=True, exist_ok=True)  # a commit removes it
         path = self._folder / f"open-{uuid.uuid4().hex}.tar"
-        with self._lock:
-            self._open.append(OpenShard(ShardWriter(path, self.job.format_version)))
-        return self._open[-1]
+        return OpenShard(ShardWriter(path, self.job.format_version))
 
     def _add_to_dataset(self, names: Mapping[str, str]) -> None:
         """Commit the samples with these keys; what another service has committed meanwhile is left out."""
@@ -387,6 +393,11 @@ class Pool:
             self._rows: KeyedRows = rows
             self._images = None
             self._shards = shards
+
+
+def _remove(shard: OpenShard) -> None:
+    shard.writer.close()
+    shard.writer.path.unlink(missing_ok=True)
 
 
 def _check_recipe(job: BuildJob, existing: Existing) -> None:
