@@ -10,7 +10,6 @@ from typing import Literal, Protocol
 
 from qwen_cache.errors import Problem
 from qwen_cache.format.identity import Phrase
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.data import ColumnsConfig
 
 MAX_TEXT = 1 << 17
@@ -107,7 +106,10 @@ def limits_exceeded(row: Row) -> FieldProblems:
         try:
             size = len(text) if text.isascii() else len(text.encode())
         except UnicodeEncodeError:
-            found[role] = f"the {role} {plain(text)!r} is not UTF-8 text", f"correct the {role}"
+            found[role] = (
+                f"the {role} {text[:200]!r} is not UTF-8 text",
+                "rename it" if role == "name" else "correct it",
+            )
             continue
         if "\0" in text:
             found[role] = f"the {role} has NUL characters", "save it as UTF-8 text; it may be UTF-16 without its mark"
