@@ -38,7 +38,8 @@ from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
 from qwen_train.lora.files import ORIGIN, PREFIX, WEIGHTS_NAME, find_lora, settings_in
 from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, adapter_title, type_of_names
 from qwen_train.report import RUN_FACTS_NAME, UNREADABLE
-from qwen_train.run_folder import NAME as CHECKPOINT
+from qwen_train.run_folder import run_of
+from qwen_train.run_settings import recorded
 
 CARD = "README.md"
 IMAGES = "images"
@@ -93,7 +94,7 @@ class RunFacts:
     @property
     def run(self) -> Path:
         """The folder of the run."""
-        return _run_of(self.folder)
+        return run_of(self.folder)
 
     @property
     def family(self) -> Family:
@@ -140,10 +141,6 @@ def _name(path: object) -> str | None:
     return plain(PureWindowsPath(str(path)).name).replace("`", "'") if path else None
 
 
-def _run_of(folder: Path) -> Path:
-    return folder.parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
-
-
 def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[str] = ()) -> RunFacts:
     """The facts of the run in `folder`, or of a checkpoint's run; `assignments` override its settings.
 
@@ -152,7 +149,7 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
     is_full = (folder / FULL).is_dir() and not (folder / WEIGHTS_NAME).is_file()
     adapter = None if is_full else _adapter(find_lora(folder))
     origin = adapter.origin if adapter else {}
-    run = _run_of(folder)
+    run = run_of(folder)
     if not (run / CONFIG_NAME).is_file() or not (run / RUN_FACTS_NAME).is_file():
         expected, do = (
             f"{CONFIG_NAME} and {RUN_FACTS_NAME}",
@@ -272,7 +269,7 @@ def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
 
 def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     """The model card: metadata for the hub, and Markdown."""
-    trigger = _trigger_word(run)
+    trigger = (recorded(run.config, "trigger_word") or "").strip() or None
     licence = run.family.licence
     link = f"https://huggingface.co/{run.pipeline.models[0]}/blob/main/LICENSE"
     extra: dict[str, Any] = {"instance_prompt": trigger} if trigger else {}
@@ -384,23 +381,6 @@ def _dataset(run: RunFacts) -> Iterator[tuple[str, str]]:
         if cache.identity == run.facts.get("identity"):
             yield "recipe", f"`{recipe_id(cache.recipe.recipe)}`"
             yield "dtype", f"{cache.recipe.recipe.get('dtype')}"
-
-
-def _trigger_word(run: RunFacts) -> str | None:
-    """The trigger word of the run's settings, or the one that all its caches were built with, except the teacher's."""
-    if word := run.config.data.trigger_word:
-        return word.strip()
-    caches = [entry.path for entry in run.config.train.caches if not entry.teacher] or [run.config.cache.path]
-    words = {_trigger_word_of(cache) for cache in caches}
-    return words.pop() if len(words) == 1 else None
-
-
-def _trigger_word_of(cache: str) -> str | None:
-    """The trigger word that a cache on this machine was built with."""
-    with suppress(QwenCacheError, OSError):
-        if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
-            return (load_config(settings).data.trigger_word or "").strip() or None
-    return None
 
 
 def _table(rows: list[tuple[str, str]]) -> str:

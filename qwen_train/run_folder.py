@@ -71,6 +71,11 @@ def _remove_empty(folder: Path) -> None:
         folder.rmdir()
 
 
+def run_of(folder: Path) -> Path:
+    """The folder of the run that a checkpoint belongs to; another folder itself."""
+    return folder.parent if NAME.fullmatch(folder.resolve().name) else folder
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Step and path of every complete checkpoint, oldest first."""
     matches = [(NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]

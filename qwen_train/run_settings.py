@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, QwenCacheError
+from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
 from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
+from qwen_cache.storage.url import Url, location
 from qwen_train.launch import Launch
 
 
@@ -70,6 +73,39 @@ def _names(value: object, prefix: str = "") -> set[str]:
     if not isinstance(value, dict):
         return set()
     return {f"{prefix}{name}" for name in value}.union(*(_names(v, f"{prefix}{n}.") for n, v in value.items()))
+
+
+def recorded(config: Config, name: str) -> Any:
+    """A setting of `data` that a run has, or that all its caches were built with, except the teacher's.
+
+    None if neither has it, and for caches that differ.
+    """
+    if (own := getattr(config.data, name)) not in (None, ""):
+        return own
+    caches = [entry.path for entry in config.train.caches if not entry.teacher] or [config.cache.path]
+    values = {_of_cache(cache, name) for cache in caches}
+    return values.pop() if len(values) == 1 else None
+
+
+def _of_cache(cache: str, name: str) -> Any:
+    """A setting of `data` that a cache on this machine was built with."""
+    with suppress(QwenCacheError, OSError):
+        if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
+            return getattr(load_config(settings).data, name)
+    return None
+
+
+def as_trained(data: DataConfig, folders: Iterable[Path]) -> DataConfig:
+    """`data` with what the runs in these folders recorded on prompts, where it is not set and they agree."""
+    runs = []
+    for settings in {folder / CONFIG_NAME for folder in folders}:
+        with suppress(QwenCacheError, OSError):
+            runs += [load_config(settings)] if settings.is_file() else []
+    found: dict[str, Any] = {}
+    for name in ("trigger_word", "marked_phrases"):
+        values = {recorded(run, name) for run in runs} if getattr(data, name) is None else set()
+        found |= {name: values.pop()} if len(values) == 1 else {}
+    return data.model_copy(update=found)
 
 
 def resume_command(

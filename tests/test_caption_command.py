@@ -142,6 +142,19 @@ def test_missing_prompts_become_text_files_beside_their_targets(
     assert [row.prompt for row in rows] == [f"edit, caption {number}" for number in (3, 4, 5, 6)]
 
 
+def test_the_source_is_read_with_the_settings_of_build(
+    pairs: Path, writer: Writer, caption: Callable[..., Result]
+) -> None:
+    """A target without a control is one where `data.allow_no_control` lets `build` take it."""
+    (pairs / "control_images" / "cup.png").unlink()
+    (pairs / "control_images" / "cup_mask.png").unlink()
+    (pairs / "target_images" / "cup.txt").unlink()
+    refused(caption(pairs), "1 problem in the source")
+    assert caption(pairs, "--set", "data.allow_no_control=true", "--set", "data.marked_phrases=true").code == 0
+    assert writer.asked == ["describe: 1 images"]
+    assert (pairs / "target_images" / "cup.txt").read_text() == "describe, caption 1\n"
+
+
 def test_an_image_that_cannot_be_read_leaves_the_others_their_captions(
     tmp_path: Path, writer: Writer, caption: Callable[..., Result]
 ) -> None:

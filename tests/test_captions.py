@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qwen_cache import open_cache
 from qwen_cache.batching.batch_plan import sequence_settings
@@ -24,6 +25,8 @@ from qwen_cache.sources.rows import Row
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
+from qwen_train.inference.jobs import typed_prompts
+from qwen_train.run_settings import as_trained
 
 from .support.caches import build, plan
 from .support.commands import run
@@ -38,7 +41,8 @@ def rows(folder: Path, prompts: Sequence[str], **settings: Any) -> list[Row]:
         (folder / f"{number}.png").write_bytes(b"")
         (folder / f"{number}.txt").write_text(prompt, encoding="utf-8")
     captions = Captions.of(DataConfig(**settings))
-    found, problems = read_source(folder, needs_control=False, captions=captions, allow_empty_prompt=True)
+    reading = {"captions": captions, "allow_empty_prompt": True, "marked_phrases": True}
+    found, problems = read_source(folder, needs_control=False, **reading)  # type: ignore[arg-type]
     assert not problems
     return found
 
@@ -114,6 +118,59 @@ def test_a_cache_stores_the_changed_prompts_and_says_why(
     assert plan(pairs, out, model, *trigger)["reasons"] == {"prompt": 4}
     assert build(pairs, out, model, *trigger).code == 0
     assert prompts_of(out) == {name: f"sks {prompt}" for name, prompt in before.items()}
+
+
+def test_brackets_are_part_of_the_prompt_unless_they_are_said_to_mark_words(
+    pairs: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the words between them would be used, `build` asks; a cache of before says why its samples change."""
+    fake_lanes(monkeypatch)
+    model, out, marked = tiny_model("edit-plus"), tmp_path / "shards", "data.marked_phrases"
+    text = r"write [[HELLO]], \[[ and ]]"
+    (pairs / "target_images" / "cat.txt").write_text(r"invert [[all]], \[[ too", encoding="utf-8")
+    assert build(pairs, out, model, "--set", f"{marked}=true").code == 0
+    assert prompts_of(out)["cat"] == "invert all, [[ too"
+    later = plan(pairs, out, model)
+    assert later["reasons"] == {"prompt: [[ ]] are kept now": 1}
+    [notice] = later["notices"]
+    assert (notice["what"], notice["names"]) == ("prompts have [[ ]], which are part of the prompt", ["cat"])
+    assert f"{marked}: true" in notice["do"]
+    (pairs / "target_images" / "cat.txt").write_text(text, encoding="utf-8")
+    assert plan(pairs, out, model, "--set", f"{marked}=false")["notices"] == []
+    assert build(pairs, out, model).code == 0
+    assert prompts_of(out)["cat"] == text
+    attention = ("--set", "cache.store_attention=true")
+    result = build(pairs, out, model, *attention, "--dry-run")
+    assert result.code == 2
+    message = " ".join(result.stderr.split())
+    assert "1 prompt with [[ ]], which may mark the words that say where the edit is" in message
+    assert f"set {marked}=true if they do, or =false if they are part of the prompt" in message
+    assert plan(pairs, out, model, *attention, "--set", f"{marked}=false")["notices"] == []
+    [problem] = plan(pairs, out, model, *attention, "--set", f"{marked}=true")["problems"]
+    assert "]] without [[" in problem["what"]
+
+
+def test_predict_takes_prompts_as_the_run_of_its_lora_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the settings, else from those of the run or of its caches; where they say nothing, a line does."""
+    write_settings(tmp_path / "cache", {"data": {"trigger_word": "sks", "marked_phrases": True}})
+    for name, data in (("run", {}), ("other", {"trigger_word": "tok"})):
+        write_settings(tmp_path / name, {"data": data, "cache": {"path": str(tmp_path / "cache")}})
+    typed = ["a [trigger] in [[red]]", "a cat"]
+    run_folder, other = tmp_path / "run", tmp_path / "other"
+    for given, folders, expected in (
+        (DataConfig(), [], typed),
+        (DataConfig(), [tmp_path / "no run"], typed),
+        (DataConfig(), [run_folder], ["a sks in red", "a cat"]),
+        (DataConfig(trigger_word="ohwx", marked_phrases=False), [run_folder], ["a ohwx in [[red]]", "a cat"]),
+        (DataConfig(), [run_folder, other], ["a [trigger] in red", "a cat"]),
+    ):
+        assert typed_prompts(typed, as_trained(given, folders)) == expected
+        assert "note: [trigger] " in capsys.readouterr().err
+
+
+def write_settings(folder: Path, values: dict[str, Any]) -> None:
+    folder.mkdir()
+    (folder / "qwen.yaml").write_text(yaml.safe_dump(values), encoding="utf-8")
 
 
 def test_an_epoch_may_have_each_image_once_with_its_captions_in_turn(

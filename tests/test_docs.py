@@ -180,7 +180,7 @@ def write_local_edits(data: Path, count: int) -> None:
         ImageDraw.Draw(target).ellipse([20 + 12 * number, 30, 60 + 12 * number, 70], fill=(220, 30, 30))
         control.save(data / "control_images" / f"dot{number}.png")
         target.save(data / "target_images" / f"dot{number}.png")
-        (data / "target_images" / f"dot{number}.txt").write_text("add [[a red dot]]", encoding="utf-8")
+        (data / "target_images" / f"dot{number}.txt").write_text("add a red dot", encoding="utf-8")
 
 
 def write_other_caches(folder: Path) -> None:

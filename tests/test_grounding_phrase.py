@@ -70,7 +70,7 @@ def test_a_phrase_that_is_not_there_once_is_refused() -> None:
         find("wash the car", "the Car", where="cat")
     with pytest.raises(SourceError, match=r"cat: the phrase 'a a' is in the prompt 2 times") as caught:
         find("a a a", "a a", where="cat")
-    assert caught.value.do == "mark the intended one in the prompt: [[a a]]"
+    assert caught.value.do == "name words that occur once, or mark the intended ones in the prompt: [[a a]]"
     with pytest.raises(SourceError, match="cat: the phrase is empty"):
         find("wash the car", " ", where="cat")
 

@@ -223,6 +223,7 @@ def much(pairs: Path) -> None:
 V1 = ("--format", "v1")
 ATTENTION, UNMASKED = ("--set", "cache.store_attention=true"), ("--edit-mask", "none")
 EMPTY = ("--set", "data.allow_empty_prompt=true")
+MARKED = ("--set", "data.marked_phrases=true")
 
 
 @pytest.mark.fast_cases(6)
@@ -231,6 +232,7 @@ EMPTY = ("--set", "data.allow_empty_prompt=true")
     [
         (nothing, (0, 0, 0, 0), ()),
         (change_target, (0, 1, 0, 0), ()),
+        (rename_pair, (0, 0, 0, 0), ()),
         slow(change_control, (0, 1, 0, 0), ()),
         slow(add_control, (0, 1, 0, 0), ()),
         slow(change_mask, (0, 1, 0, 0), ()),
@@ -238,13 +240,12 @@ EMPTY = ("--set", "data.allow_empty_prompt=true")
         (change_prompt, (0, 1, 0, 0), ()),
         (add_pair, (1, 0, 0, 0), ()),
         (remove_pair, (0, 0, 1, 0), ()),
-        slow(rename_pair, (0, 0, 0, 0), ()),
         slow(repeat_pair, (0, 0, 0, 0), ()),
         (break_image, (0, 0, 0, 1), ()),
         slow(remove_control, (0, 0, 1, 1), ()),
         (empty_prompt, (0, 0, 1, 1), ()),
-        slow(smuggle, (0, 0, 1, 2), ()),
-        (mark, (0, 0, 0, 0), ()),
+        slow(smuggle, (0, 0, 1, 1), ()),
+        (mark, (0, 0, 0, 0), MARKED),
         (much, (1, 2, 1, 1), ()),
         slow(nothing, (0, 0, 0, 0), UNMASKED),
         slow(change_mask, (0, 0, 0, 0), UNMASKED),
@@ -252,7 +253,8 @@ EMPTY = ("--set", "data.allow_empty_prompt=true")
         slow(change_mask, (0, 0, 0, 0), V1),
         (change_prompt, (0, 1, 0, 0), V1),
         slow(elongate, (0, 0, 0, 1), ()),
-        slow(mark, (0, 1, 0, 0), ATTENTION),
+        slow(mark, (0, 1, 0, 0), (*ATTENTION, *MARKED)),
+        (mark, (0, 1, 0, 0), ()),
         slow(empty_prompt, (0, 1, 0, 0), EMPTY),
     ],
 )
@@ -284,7 +286,9 @@ def test_every_kind_of_source_can_be_compared(built: Built, pairs: Path) -> None
         rows.append(f'target_images/{name}.png,{controls},{f"control_images/{name}_mask.png" * mask},"{prompt}"')
     table = pairs / "rows.csv"
     table.write_text("\n".join(rows), encoding="utf-8")
-    assert report(built("edit-plus"), "--source", table)["state"] == "complete"
+    found = report(built("edit-plus"), "--source", table)
+    assert (found["state"], found["source"]["renamed_or_moved"]) == ("stale", 4)  # target_images/cat, not cat
+    assert not any(found["source"][what] for what in ("new", "changed", "removed", "problems"))
     table.write_text("\n".join(rows[:-1]), encoding="utf-8")
     assert report(built("edit-plus"), "--source", table)["source"]["removed"] == 1
 

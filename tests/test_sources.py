@@ -40,7 +40,7 @@ def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
 
 
 def edit(path: Path) -> tuple[list[Row], list[Problem]]:
-    return read_source(path, needs_control=True)
+    return read_source(path, needs_control=True, marked_phrases=True)
 
 
 def paths(*images: Any) -> list[Path]:

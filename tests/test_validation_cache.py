@@ -162,7 +162,7 @@ def test_an_edit_model_generates_from_text_alone_where_a_row_says_so(
     found = by_name(tmp_path / "shards" / "validation")
     assert {name: sample.prompt for name, sample in found.items()} == {
         "prompts/1": "a cat",
-        "prompts/3": "a dog on a beach",
+        "prompts/3": "[[a dog]] on a beach",
         "prompt-1": "a bird",
     }
     assert {sample.img_shapes for sample in found.values()} == {((1, 8, 8),)}

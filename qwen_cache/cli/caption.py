@@ -12,11 +12,13 @@ from qwen_cache.console import console, counting, plural, print_json, print_prob
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.grounding.phrase import literal
 from qwen_cache.models.folder import ModelFolder, check_name, open_language_model, open_model
 from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.caption_files import CaptionFiles, caption_files
 from qwen_cache.sources.detect import read_source
+from qwen_cache.sources.reading import reading
 from qwen_cache.sources.rows import Row
 from qwen_cache.storage.url import location
 
@@ -33,23 +35,15 @@ def run_caption(
     if config.caption.model:
         check_name(config.caption.model)
     model = open_model(config.model.path, PARTS, config.model.revision)
-    rows, problems = read_source(
-        place,
-        needs_control=model.needs_controls,
-        takes_control=model.takes_controls,
-        needs_prompt=False,
-        allow_empty_prompt=True,
-        allow_urls=data.allow_urls,
-        columns=data.columns,
-        split=data.split,
-    )
+    settings = reading(data, model) | {"needs_prompt": False, "allow_empty_prompt": True}
+    rows, problems = read_source(place, **settings)
     if problems:
         print_problems(problems, "the source")
         if data.on_error == "stop":
             do = "correct them, or caption the other samples with --on-error skip"
             raise SourceError(f"{plural(len(problems), 'problem')} in the source", where=place, do=do)
-    settings = content_hash(canonical_json([config.caption.model or config.model.path, config.caption.model_dump()]))
-    files = caption_files(place, data, out, settings, replace=replace)
+    captioner = content_hash(canonical_json([config.caption.model or config.model.path, config.caption.model_dump()]))
+    files = caption_files(place, data, out, captioner, replace=replace)
     missing = files.missing(rows)
     console(always=dry_run).print(f"{plural(len(rows), 'sample')}, {len(missing)} to caption", markup=False)
     failed = [] if dry_run else _write(missing, files, config, model)
@@ -78,7 +72,7 @@ def _write(missing: Sequence[Row], files: CaptionFiles, config: Config, model: M
                 if isinstance(caption, SourceError):
                     failed.append(Problem(row.where, caption.fault, caption.do or "write this prompt yourself"))
                 else:
-                    files.write(row, caption)
+                    files.write(row, literal(caption) if config.data.marked_phrases else caption)
                 advance(1)
     if not failed:
         files.finish()

@@ -25,6 +25,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, overridden
 from qwen_cache.settings.yaml_text import parse_yaml
 from qwen_cache.sources.detect import Readable, Row, read_source
 from qwen_cache.sources.images import upright_size
+from qwen_cache.sources.reading import reading
 from qwen_cache.storage.durable import make_folder, write_durably
 from qwen_cache.storage.url import location
 
@@ -99,17 +100,7 @@ def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
 def survey_source(config: Config) -> Survey:
     """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
     source = config.data.source
-    rows, problems = read_source(
-        location(source),
-        needs_control=False,
-        takes_control=True,
-        no_control="allowed" if config.data.allow_no_control else "stated",
-        allow_empty_prompt=True,
-        allow_urls=config.data.allow_urls,
-        columns=config.data.columns,
-        split=config.data.split,
-        config_name=config.data.config_name,
-    )
+    rows, problems = read_source(location(source), **reading(config.data) | {"allow_empty_prompt": True})
     print_problems(problems)
     if not rows or (problems and config.data.on_error == "stop"):
         do = "fix the problems above" + (", or skip these rows with --set data.on_error=skip" if rows else "")

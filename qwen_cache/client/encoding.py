@@ -66,7 +66,12 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     left_out = sum(row.mask is not None for row in found.rows) if description.format_version == 1 else 0
     recipe = description.recipe
     keeps_masks = description.format_version > 1 and config.data.edit_mask != "none"
-    rows = as_encoded(found.rows, masks=keeps_masks, phrases="mask_head" in recipe or "attention" in recipe)
+    rows = as_encoded(
+        found.rows,
+        masks=keeps_masks,
+        phrases="mask_head" in recipe or "attention" in recipe,
+        marked=config.data.marked_phrases,
+    )
     return BuildJob(
         *(config, folder, model, recipe, rows, found.problems, left_out),
         *(found.slice, found.sliced, source, found.left_out, found.notices),

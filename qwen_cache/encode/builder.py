@@ -17,12 +17,13 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from qwen_cache.console import plural
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
 from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SlicedSource, SourceSlice
-from qwen_cache.errors import ConfigError, Notice, Problem, ShardError
+from qwen_cache.errors import ConfigError, Notice, Problem, ShardError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
@@ -33,6 +34,7 @@ from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, liste
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.staging import Destination
 from qwen_cache.format.update import Existing, Update, plan_update, read_existing
+from qwen_cache.grounding.phrase import has_marks
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.models.template import pixel_token, pixel_token_told
 from qwen_cache.settings.cache import check_compression
@@ -40,6 +42,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_content
 from qwen_cache.sources.garbage import without_gc
+from qwen_cache.sources.reading import reading
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.upload import destination
@@ -176,7 +179,7 @@ def prepare_build(
     source_rows = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
     left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
-    rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend)
+    rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend, marked=config.data.marked_phrases)
     recipe = make_recipe(model, config, on_bytes)
     return BuildJob(
         config,
@@ -245,18 +248,8 @@ def read_rows(
     config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
 ) -> SourceRows:
     """Read `source` with the settings `config.data`; a row in which `check` finds a problem is not usable."""
-    content = read_content(
-        location(source),
-        needs_control=model.needs_controls and not config.data.allow_no_control,
-        takes_control=model.takes_controls,
-        no_control="allowed" if config.data.allow_no_control else "stated",
-        allow_empty_prompt=config.data.allow_empty_prompt,
-        allow_urls=config.data.allow_urls,
-        columns=config.data.columns,
-        split=config.data.split,
-        config_name=config.data.config_name,
-        captions=Captions.of(config.data),
-    )
+    settings = reading(config.data, model) | {"captions": Captions.of(config.data)}
+    content = read_content(location(source), **settings)
     every, problems, left_out, notices = content.rows, content.problems, content.left_out, content.notices
     source_slice, sliced, rows = SourceSlice.parse(config.data.slice) if config.data.slice else None, None, every
     if source_slice:
@@ -271,8 +264,16 @@ def read_rows(
     return SourceRows(rows, [*problems, *unusable], source_slice, sliced, left_out, notices)
 
 
-def as_encoded(rows: list[Row], *, masks: bool, phrases: bool) -> list[Row]:
-    """The rows without masks and phrases, unless the stored tensors depend on them."""
+def as_encoded(rows: list[Row], *, masks: bool, phrases: bool, marked: bool | None) -> list[Row]:
+    """The rows without masks and phrases, unless the stored tensors depend on them.
+
+    SourceError where they depend on phrases, and `marked` is None: it says whether `[[ ]]` mark one.
+    """
+    names = [row.name for row in rows if has_marks(row.prompt)] if phrases and marked is None else []
+    if names:
+        what = f"{plural(len(names), 'prompt')} with [[ ]], which may mark the words that say where the edit is"
+        do = "set data.marked_phrases=true if they do, or =false if they are part of the prompt"
+        raise SourceError(what, where=", ".join(names[:3]), do=do)
 
     def fitted(row: Row) -> Row:
         if (masks or row.mask is None) and (phrases or not row.phrase):

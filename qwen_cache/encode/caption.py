@@ -46,7 +46,7 @@ class Captioner:
 
     @torch.inference_mode()
     def caption(self, images: Sequence[Image.Image], instruction: str) -> str:
-        """The answer to an instruction about images; marks for literal brackets, as prompts are read with marks."""
+        """The answer to an instruction about images."""
         text = self.template.text(instruction, len(images)) + ANSWER
         inputs = self.processor(text=[text], images=[smaller(each, self.settings.image_size) for each in images])
         inputs = inputs.convert_to_tensors("pt").to(self.device)
@@ -61,7 +61,7 @@ class Captioner:
         )
         tokens = self.model.generate(**inputs, generation_config=greedy)[0, inputs["input_ids"].shape[1] :]
         caption = tokenizer.decode(tokens, skip_special_tokens=True)
-        return " ".join(caption.split()).replace("[[", r"\[[").replace("]]", r"\]]")
+        return " ".join(caption.split())
 
 
 def smaller(image: Image.Image, pixels: int) -> Image.Image:

@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -24,6 +24,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.other_caches import Copies
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.grounding.phrase import parse
 from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.rows import limits_exceeded
@@ -252,8 +253,18 @@ def _reasons(sample: PlannedSample, old: IndexRow | None, changed_recipe: Sequen
     if old is None:
         return [NEW]
     changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
+    if "prompt" in changes and _without_marks(sample.row.prompt) == old.meta.prompt:
+        changes[changes.index("prompt")] = "prompt: [[ ]] are kept now"
     changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
     return changes + [RECIPE + what for what in changed_recipe] or [NEW]
+
+
+def _without_marks(prompt: str) -> str | None:
+    """The prompt as it is encoded where `[[ ]]` are marks; None if they cannot be."""
+    with suppress(SourceError):
+        text, _ = parse(prompt)
+        return text.strip()
+    return None
 
 
 def plan_row(row: Row, rules: Rules, cached: Container[str] = ()) -> list[PlannedSample]:

@@ -112,7 +112,7 @@ def prepare(cache: Cache, settings: Config, source: str, on_bytes: Callable[[int
         )
     masks = cache.table["mask"].null_count < len(cache)
     read = read_rows(config, source, model, lambda rows: check_prompts(model, rows))
-    rows = as_encoded(read.rows, masks=masks, phrases=EditMasks.of(config).attend)
+    rows = as_encoded(read.rows, masks=masks, phrases=EditMasks.of(config).attend, marked=config.data.marked_phrases)
     return BuildJob(config, Path(), model, recipe, rows, read.problems, source=source)
 
 

@@ -36,8 +36,8 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.train import NO_CACHE
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import Row, read_source, read_written
-from qwen_cache.sources.rows import unique
+from qwen_cache.sources.detect import Content, Row, read_content, read_written
+from qwen_cache.sources.reading import reading
 from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url, location
 
@@ -78,11 +78,10 @@ def prepare_with_validation(
 
 @dataclass(frozen=True)
 class ValidationRows:
-    """The usable rows of a validation cache, its folder, and the problems of the other rows."""
+    """The folder of a validation cache, its usable rows, and the problems of the others."""
 
     folder: Path | Url
-    rows: list[Row]
-    problems: list[Problem]
+    content: Content
 
     @classmethod
     def read(cls, config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> Self:
@@ -91,12 +90,13 @@ class ValidationRows:
         ConfigError if the cache cannot be written, SourceError if the source cannot be read.
         """
         folder = _folder(config)
-        return cls(folder, *_read(config, model, check))
+        return cls(folder, _read(config, model, check))
 
     def job(self, config: Config, model: ModelFolder, recipe: dict[str, Any]) -> BuildJob:
         """Their build with the recipe of the cache."""
         source = config.validation.source or str(self.folder)  # where what is known of the images is remembered
-        return BuildJob(config, self.folder, model, recipe, self.rows, self.problems, source=source)
+        rows, problems, notices = self.content.rows, self.content.problems, self.content.notices
+        return BuildJob(config, self.folder, model, recipe, rows, problems, source=source, notices=notices)
 
 
 def _folder(config: Config) -> Path | Url:
@@ -118,39 +118,22 @@ def _folder(config: Config) -> Path | Url:
     return folder
 
 
-def _read(
-    config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
-) -> tuple[list[Row], list[Problem]]:
+def _read(config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> Content:
     """The usable rows of source and prompts, and the problems of the others."""
-    rows: list[Row] = []
-    problems: list[Problem] = []
-    data, captions = config.data, Captions.of(config.data)
+    settings = reading(config.data, model) | {"captions": Captions.of(config.data).in_order}
+    settings |= {
+        "columns": None,
+        "split": None,
+        "config_name": None,
+    }  # names of parts that another source need not have
+    content = read_written([each.model_dump() for each in config.validation.prompts], "validation.prompts", **settings)
     if config.validation.source:
-        rows, problems = read_source(
-            location(config.validation.source),
-            needs_control=model.needs_controls and not data.allow_no_control,
-            takes_control=model.takes_controls,
-            no_control="allowed" if data.allow_no_control else "stated",
-            to_generate=True,
-            allow_empty_prompt=data.allow_empty_prompt,
-            allow_urls=data.allow_urls,
-            captions=captions.in_order,
-        )
-    written = [
-        {**prompt.model_dump(), "prompt": captions.replaced(prompt.prompt)} for prompt in config.validation.prompts
-    ]
-    more, unusable = read_written(
-        written,
-        "validation.prompts",
-        takes_control=model.takes_controls,
-        allow_empty_prompt=data.allow_empty_prompt,
-    )
-    taken = {row.name: 1 for row in rows}
-    more = [replace(row, name=unique(row.name, taken)) for row in more]
-    rows = as_encoded([*rows, *more], masks=False, phrases=EditMasks.of(config).attend)
+        settings |= {"to_generate": True}
+        content = read_content(location(config.validation.source), **settings) + content
+    rows = as_encoded(content.rows, masks=False, phrases=EditMasks.of(config).attend, marked=config.data.marked_phrases)
     unfit = [*check(rows), *check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
-    return rows, [*problems, *unusable, *unfit]
+    return replace(content, rows=rows, problems=[*content.problems, *unfit])
 
 
 def check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:

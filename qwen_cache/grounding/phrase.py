@@ -21,6 +21,11 @@ _MARK = re.compile(r"\\(\[\[|\]\])|\[\[|\]\]")
 _LITERAL = r"write \[[ or \]] for literal brackets"
 
 
+def has_marks(prompt: str) -> bool:
+    """True if `parse` would read a bracket as a mark, or as a literal one."""
+    return "[[" in prompt or "]]" in prompt
+
+
 def parse(prompt: str, where: object | None = None) -> tuple[str, list[Span]]:
     """The prompt without its marks, and the marked spans; `where` names the sample in an error."""
     text, spans, opened, end = "", [], None, 0
@@ -47,6 +52,11 @@ def parse(prompt: str, where: object | None = None) -> tuple[str, list[Span]]:
     return text + prompt[end:], spans
 
 
+def literal(text: str) -> str:
+    """The prompt that `parse` reads as this text, without a mark."""
+    return text.replace("[[", r"\[[").replace("]]", r"\]]")
+
+
 def find(prompt: str, phrase: str, where: object | None = None) -> Span:
     """The span of `phrase` in a prompt without marks; SourceError unless it occurs exactly once."""
     if not phrase.strip():
@@ -64,7 +74,7 @@ def find(prompt: str, phrase: str, where: object | None = None) -> Span:
             f"the phrase {phrase!r} is in the prompt {len(starts)} times",
             where=where,
             found=repr(prompt),
-            do=f"mark the intended one in the prompt: [[{phrase}]]",
+            do=f"name words that occur once, or mark the intended ones in the prompt: [[{phrase}]]",
         )
     return starts[0], starts[0] + len(phrase)
 

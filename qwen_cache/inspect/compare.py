@@ -9,6 +9,7 @@ that give other sizes than the recipe are errors. A cache that no build has fini
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.directory import shards_here
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
+from qwen_cache.format.rows import KeyedRows
 from qwen_cache.inspect.summary import printable
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
@@ -44,13 +46,14 @@ def compare(folder: Path | Url, manifest: Manifest | None, source: str, settings
     named = settings.cache.model_copy(update={"recipe": settings.cache.recipe or default})
     cache = open_configured(named, folder)
     _check(cache, settings)
-    plan = _plan(cache, settings, source)
+    plan, cached = _plan(cache, settings, source)
     new = sum(sample.reasons == (NEW,) for sample in plan.missing)
     counts = {
         "new": new,
         "changed": len(plan.missing) - new,
+        "renamed_or_moved": _listed_otherwise(plan, cached),
         "removed": len(plan.removed),
-        "problems": len(plan.problems),
+        "problems": len(plan.problems) + sum(notice.count for notice in plan.notices if notice.is_fault),
     }
     state = "stale" if any(counts.values()) else "complete"
     return {"state": state, "source": {"path": printable(source), "recipe": cache.recipe_name, **counts}}
@@ -82,8 +85,8 @@ def _check(cache: Cache, settings: Config) -> None:
         )
 
 
-def _plan(cache: Cache, settings: Config, source: str) -> BuildPlan:
-    """What a build with the recipe of the cache would do."""
+def _plan(cache: Cache, settings: Config, source: str) -> tuple[BuildPlan, KeyedRows]:
+    """What a build with the recipe of the cache would do, and the rows that it would find."""
     recipe = cache.recipe.recipe
     model = ModelFolder(recipe["pipeline"], Path(), recipe["pipeline"])  # for its limits; the folder is never opened
     read = read_rows(settings, source, model, check_tokens)
@@ -97,7 +100,21 @@ def _plan(cache: Cache, settings: Config, source: str) -> BuildPlan:
     here = shards_here(cache.folder, cache.manifest)  # samples of a missing shard count as not cached
     cached = cache.keyed_rows.where_in(shard=here)
     masks = cache.format_version > 1 and settings.data.edit_mask != "none"
-    rows = as_encoded(read.rows, masks=masks, phrases="attention" in recipe or "mask_head" in recipe)
+    rows = as_encoded(
+        read.rows,
+        masks=masks,
+        phrases="attention" in recipe or "mask_head" in recipe,
+        marked=settings.data.marked_phrases,
+    )
     with counting("reading the source", total=len(read.rows)) as advance:
         memory = RememberedImages.of(source, settings.data)
-        return make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1), memory=memory)
+        plan = make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1), memory=memory)
+    return replace(plan, notices=(*read.notices, *plan.notices)), cached
+
+
+def _listed_otherwise(plan: BuildPlan, cached: KeyedRows) -> int:
+    """How many cached samples would have another name, number of rows or place in the list."""
+    ours = {each.key: (each.key, each.row.name, each.source_rows) for each in plan.samples if each.key in cached}
+    listed = zip(cached, cached.each("name"), cached.each("source_rows"), strict=True)
+    theirs = [each for each in listed if each[0] in ours]
+    return sum(now != before for now, before in zip(ours.values(), theirs, strict=True))

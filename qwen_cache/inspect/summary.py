@@ -26,6 +26,8 @@ from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.url import Url, location
 
 HIGH_PADDING = 0.05  # of all tokens: above this, another layout is worth it
+STALE = ("new", "changed", "renamed_or_moved", "removed")
+"""What counts samples in a comparison with a source."""
 BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random")
 
 SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
@@ -144,7 +146,7 @@ def source_state(overview: Mapping[str, Any]) -> str:
     which = f"{source['path']}, by recipe {source['recipe']}"
     if overview["state"] == "complete":
         return f"complete: it holds all of {which}"
-    counts = [f"{source[what]} {what}" for what in ("new", "changed", "removed") if source[what]]
+    counts = [f"{source[what]} {what.replace('_', ' ')}" for what in STALE if source[what]]
     counts += [plural(source["problems"], "problem")] if source["problems"] else []
     return f"stale against {which}: {', '.join(counts)}; `qwen-cache build --dry-run` lists them"
 

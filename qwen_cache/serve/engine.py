@@ -121,7 +121,7 @@ class Engine:
 
     def plan(self, row: Row) -> list[PlannedSample]:
         """The samples of a row, with their keys; SourceError with all of its problems. Decodes images that are new."""
-        (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend)
+        (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend, marked=False)
         if problems := [*check_prompts(self.job.model, [row]), *check_sizes(self.job.model, [row])]:
             raise SourceError(problems[0].what, where=row.where, do=problems[0].do)
         return plan_row(row, self._rules, _Known(self))

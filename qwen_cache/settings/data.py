@@ -40,6 +40,9 @@ class DataConfig(Section):
     auto (experimental): diff, else head. none: no masks at all."""
     mask_head: str | None = None
     """The file that `qwen-train mask-head` wrote, for head and auto. Experimental."""
+    marked_phrases: bool | None = None
+    """true: [[ ]] in a prompt mark the words that say where the edit is, and are not encoded. false: every character is
+    part of the prompt. When not given the same, and `build` says how many prompts have them. Experimental."""
     allow_urls: list[UrlPrefix] = []
     """What a remote table may name besides files of its own server: the first parts of URLs, such as
     https://images.example.com/ or https://. A local table may name anything."""

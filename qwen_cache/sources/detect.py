@@ -27,8 +27,8 @@ ignored, unless the name resembles that of a control or a mask:
     mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
     prompt   prompt, text, caption, instruction, edit_prompt, edit_instruction; or a list, one sample per item:
              prompts, captions, edited_prompt_list; else edit
-    phrase   phrase, edit_phrase: words of the prompt that say where the edit is; `[[ ]]` around them in any prompt does
-             the same (`grounding/phrase.py`)
+    phrase   phrase, edit_phrase: words of the prompt that say where the edit is; with data.marked_phrases, `[[ ]]`
+             around them in any prompt does the same (`grounding/phrase.py`)
     left_out left_out: true, 1, yes or x leaves the row out
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
@@ -56,13 +56,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Required, TypedDict, Unpack
+from typing import Any, Unpack
 
 from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.grounding.phrase import find, parse
+from qwen_cache.grounding.phrase import find, has_marks, parse
 from qwen_cache.plain_text import shell_line
-from qwen_cache.settings.data import ColumnsConfig
 from qwen_cache.sources import left_out
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.captions import Captions
@@ -71,7 +70,8 @@ from qwen_cache.sources.columns import read_rows as read_records
 from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import File, Folder, Location, TableFolder, base_name, file_at, open_folder, suffix
-from qwen_cache.sources.rows import Draft, FieldProblems, Needs, NoControl, Readable, Row, limits_exceeded
+from qwen_cache.sources.reading import SourceSettings, needs_of
+from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row, limits_exceeded, unique
 from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.url import Url, location
@@ -91,31 +91,6 @@ KINDS = (
 )
 
 
-class SourceSettings(TypedDict, total=False):
-    """How a source is read."""
-
-    needs_control: Required[bool]
-    """Whether the source must have controls, as for an editing model."""
-    takes_control: bool | None
-    """Without, for text to image, there must be no control; by default `needs_control` decides."""
-    no_control: NoControl | None
-    """Which rows may lack a control: by default none where controls are needed, else those of which a table states it.
-    Where any may, so may all."""
-    needs_target: bool
-    """Without, to generate, rows may lack the target, and the folder may hold only controls."""
-    needs_prompt: bool
-    to_generate: bool
-    """Whether the rows are images to generate, which may have a seed and a size, and no target."""
-    allow_empty_prompt: bool
-    allow_urls: Sequence[str]
-    columns: ColumnsConfig | None
-    split: str | None
-    config_name: str | None
-    """The settings of `data`."""
-    captions: Captions | None
-    """What changes the prompts."""
-
-
 @dataclass(frozen=True)
 class Content:
     """What a source holds."""
@@ -128,6 +103,17 @@ class Content:
     """How many rows the source leaves out."""
     notices: tuple[Notice, ...] = ()
     """Facts about the rows that are used."""
+
+    def __add__(self, other: Content) -> Content:
+        """Both, with other names for rows of `other` whose names are taken."""
+        taken = {row.name: 1 for row in self.rows}
+        more = [replace(row, name=unique(row.name, taken)) for row in other.rows]
+        return Content(
+            self.rows + more,
+            self.problems + other.problems,
+            self.left_out + other.left_out,
+            counted([*self.notices, *other.notices]),
+        )
 
 
 def read_source(source: Location, **settings: Unpack[SourceSettings]) -> tuple[list[Row], list[Problem]]:
@@ -152,24 +138,6 @@ def read_content(source: Location, **settings: Unpack[SourceSettings]) -> Conten
         return content
     notices = counted([*content.notices, *captions.notices(content.rows)])
     return replace(content, rows=captions.applied(content.rows), notices=notices)
-
-
-def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
-    """What these settings require of a source."""
-    needs_control, to_generate = settings["needs_control"], settings.get("to_generate", False)
-    takes_control = settings.get("takes_control")
-    return Needs(
-        control=needs_control,
-        no_control=settings.get("no_control") or ("refused" if needs_control else "stated"),
-        target=settings.get("needs_target", True) and not to_generate,
-        prompt=settings.get("needs_prompt", True),
-        to_generate=to_generate,
-        takes_control=needs_control if takes_control is None else takes_control,
-        allow_urls=tuple(settings.get("allow_urls", ())),
-        columns=settings.get("columns") or ColumnsConfig(),
-        split=settings.get("split"),
-        config_name=settings.get("config_name"),
-    )
 
 
 def read_drafts(
@@ -198,7 +166,7 @@ def read_drafts(
         on_draft(draft, own)
         drafts, out = drafts + (not draft.is_left_out), out + draft.is_left_out
         rows += samples
-        notices += [_lost_characters(sample) for sample in samples if LOST in sample.prompt]
+        notices += [each for sample in samples for each in _notices(sample, needs)]
         if draft.unusable is None or draft.unusable is not shared:
             problems += own
         shared = draft.unusable
@@ -211,7 +179,7 @@ def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[li
         return [], []
     if draft.unusable:
         return [], [draft.unusable]
-    samples, unmarked = _phrases(draft)
+    samples, unmarked = _phrases(draft, marked=bool(needs.marked_phrases))
     field_problems = draft.field_problems | unmarked | _missing(draft, draft.field_problems, needs, allow_empty_prompt)
     for sample in samples:
         field_problems = limits_exceeded(sample) | field_problems
@@ -221,18 +189,14 @@ def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[li
     return [] if problems else samples, problems
 
 
-def read_written(
-    records: Sequence[dict[str, Any]],
-    where: str,
-    *,
-    takes_control: bool,
-    allow_empty_prompt: bool = False,
-) -> tuple[list[Row], list[Problem]]:
-    """The rows of images to generate that a settings file has under `where`, and the problems of the unusable ones.
+def read_written(records: Sequence[dict[str, Any]], where: str, **settings: Unpack[SourceSettings]) -> Content:
+    """The images to generate that a settings file has under `where`; of their prompts only the placeholder is replaced.
 
     Each has the keys prompt, control (a list of paths from the working directory, or URLs), seed, width and height.
     """
-    needs = Needs(control=False, no_control="allowed", target=False, to_generate=True, takes_control=takes_control)
+    needs = replace(needs_of(**settings), control=False, no_control="allowed", target=False, to_generate=True)
+    captions = settings.get("captions") or Captions()
+    records = [{**record, "prompt": captions.replaced(record["prompt"])} for record in records]
     columns: Columns = {role: [] for role in COLUMNS}
     columns |= {role: [role] for role in ("prompt", "control", *TO_GENERATE)}
     located = ((f"{where}[{number}]", record) for number, record in enumerate(records))
@@ -241,8 +205,8 @@ def read_written(
         if isinstance(draft, Draft):
             samples = tuple(replace(sample, name=f"prompt-{number}") for sample in draft.samples)
             drafts[number - 1] = replace(draft, samples=samples)
-    content = read_drafts(drafts, where, needs, allow_empty_prompt=allow_empty_prompt)
-    return content.rows, content.problems
+    content = read_drafts(drafts, where, needs, allow_empty_prompt=settings.get("allow_empty_prompt", False))
+    return replace(content, notices=counted([*content.notices, *captions.notices(content.rows)]))
 
 
 def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
@@ -255,27 +219,34 @@ def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
 
 LOST = "\ufffd"
 """What programs write in place of a character that they could not read."""
-CHANGED = re.compile(r"\[\[|\]\]|\r|^\s|\s\Z")
-"""What a prompt has that is not read as it is: marks, line ends of Windows, white space around it."""
+CHANGED = re.compile(r"\r|^\s|\s\Z")
+"""What a prompt has that is not read as it is: line ends of Windows, white space around it."""
 
 
-def _lost_characters(row: Row) -> Notice:
-    what, do = "prompts have U+FFFD, which stands for a character that was lost", "write the right characters"
-    return Notice(what, (row.name,), do, is_fault=True)
+def _notices(row: Row, needs: Needs) -> Iterator[Notice]:
+    """Facts about the prompt of a row that is used."""
+    if LOST in row.prompt:
+        what, do = "prompts have U+FFFD, which stands for a character that was lost", "write the right characters"
+        yield Notice(what, (row.name,), do, is_fault=True)
+    if needs.marked_phrases is None and has_marks(row.prompt):
+        do = "if they mark words, set data.marked_phrases: true; false ends this notice"
+        yield Notice("prompts have [[ ]], which are part of the prompt", (row.name,), do)
 
 
-def _phrases(draft: Draft) -> tuple[list[Row], FieldProblems]:
-    """The samples with their marks removed from the prompt, and the marked or given words as a phrase."""
+def _phrases(draft: Draft, *, marked: bool) -> tuple[list[Row], FieldProblems]:
+    """The samples with the given words as a phrase, or the marked ones; then without the marks."""
     samples, field_problems = [], FieldProblems()
     for sample in draft.samples:
         try:
-            if not draft.phrase and not CHANGED.search(sample.prompt):
+            if not draft.phrase and not CHANGED.search(sample.prompt) and not (marked and has_marks(sample.prompt)):
                 samples.append(sample)
                 continue
-            prompt, marked = stripped(*parse(unix(sample.prompt)))
-            if marked and draft.phrase:
+            text = unix(sample.prompt)
+            prompt, spans = stripped(*(parse(text) if marked else (text, [])))
+            if spans and draft.phrase:
                 raise SourceError("words are marked and a phrase is given too", do="leave out one of them")
-            spans = [find(prompt, unix(draft.phrase))] if draft.phrase and prompt else marked
+            if draft.phrase and prompt:
+                spans = [find(prompt, unix(draft.phrase))]
             samples.append(replace(sample, prompt=prompt, phrase=tuple(spans)))
         except SourceError as error:
             field_problems["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"

@@ -28,15 +28,14 @@ from qwen_cache.sources.detect import (
     METADATA_TABLES,
     SAVED,
     SAVED_SPLITS,
-    SourceSettings,
     checked,
-    needs_of,
     unix,
 )
 from qwen_cache.sources.images import open_mask, upright_size
 from qwen_cache.sources.listing import Entry, as_entry
 from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
 from qwen_cache.sources.places import File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
+from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
 from qwen_cache.sources.table_text import CsvText, TableText, changed, open_text
 from qwen_cache.sources.text_table import READERS

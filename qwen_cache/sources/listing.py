@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Unpack
 
 from qwen_cache.errors import Problem
-from qwen_cache.sources.detect import SourceSettings, drafts_of, needs_of, read_drafts, unix
+from qwen_cache.sources.detect import drafts_of, read_drafts, unix
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.places import Location
+from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import Draft, Readable
 
 

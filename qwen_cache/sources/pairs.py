@@ -343,7 +343,7 @@ def _named(folder: Folder, needs: Needs) -> dict[str, list[str]]:
     """The folders of `data.columns` by role; SourceError if one does not exist."""
     named = given(needs.columns)
     if "phrase" in named:
-        do = "mark the words in the prompt with [[ ]], or write a table"
+        do = "mark the words in the prompt with [[ ]] and set data.marked_phrases: true, or write a table"
         raise SourceError("a folder of images has no phrases", where=folder.path, found=needs.columns.phrase, do=do)
     named = {role: [posixpath.normpath(name) for name in names] for role, names in named.items()}
     nested = [name for names in named.values() for name in names if "/" in name and _is_below(folder, name)]

@@ -60,6 +60,8 @@ class Needs:
     """Whether the rows are images to generate: then a table may have only prompts, and `seed`, `width` and `height`."""
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
+    marked_phrases: bool | None = None
+    """Whether `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
     allow_urls: tuple[str, ...] = ()
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split: str | None = None

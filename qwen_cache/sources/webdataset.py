@@ -91,7 +91,7 @@ class Parts:
     def __init__(self, columns: ColumnsConfig) -> None:
         self.given = given(columns)
         if "phrase" in self.given:
-            do = "mark the words in the prompt with [[ ]]"
+            do = "mark the words in the prompt with [[ ]], and set data.marked_phrases: true"
             raise SourceError("a tar has no part for the phrase", found=f"data.columns.phrase={columns.phrase}", do=do)
         self.seen: dict[str, None] = {}
         self.columns = {

@@ -15,7 +15,6 @@ from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.extras import installed, require
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
-from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_train.cli.predict_options import PredictOptions, check
@@ -29,9 +28,12 @@ from qwen_train.inference.jobs import (
     output_paths,
     prompt_jobs,
     source_jobs,
+    typed_prompts,
 )
 from qwen_train.launch import in_one_process
-from qwen_train.lora.files import parse_lora
+from qwen_train.lora.files import parse_lora, split_weight
+from qwen_train.run_folder import run_of
+from qwen_train.run_settings import as_trained
 
 if TYPE_CHECKING:
     from qwen_train.inference.generator import Generator
@@ -44,7 +46,11 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     require("torch")
     in_one_process("predict")
     check(settings, options)
-    options = replace(options, prompts=[parse(prompt)[0] for prompt in options.prompts])
+    paths = [Path(split_weight(text)[0]) for text in options.loras]
+    data = as_trained(settings.data, [run_of(path if path.is_dir() else path.parent) for path in paths])
+    marked = settings.data.model_copy(update={"marked_phrases": data.marked_phrases})
+    settings = settings.model_copy(update={"data": marked})
+    options = replace(options, prompts=typed_prompts(options.prompts, data))
     if options.grid:
         return _grid(settings, options)
     components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE

@@ -18,16 +18,19 @@ from typing import Any
 
 from PIL import Image, PngImagePlugin
 
-from qwen_cache.console import counting
+from qwen_cache.console import console, counting
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
+from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.plain_text import plain
 from qwen_cache.settings.data import DataConfig
-from qwen_cache.sources.captions import Captions
+from qwen_cache.sources.captions import PLACEHOLDER, Captions
 from qwen_cache.sources.detect import Readable, read_source
 from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
+from qwen_cache.sources.reading import reading
 from qwen_cache.storage.durable import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.url import location
 
@@ -78,20 +81,14 @@ def source_jobs(
     and prompt. Then every row needs a control: with one prompt for all, only the images distinguish the rows.
     """
     edits = model.takes_controls and bool(prompts)
-    rows, problems = read_source(
-        location(source),
-        needs_control=model.needs_controls or edits,
-        takes_control=model.takes_controls,
-        no_control="refused" if edits else "allowed" if config.allow_no_control else "stated",
-        needs_target=not model.takes_controls,
-        needs_prompt=not prompts,
-        allow_empty_prompt=config.allow_empty_prompt or bool(prompts),
-        allow_urls=config.allow_urls,
-        columns=config.columns,
-        split=config.split,
-        config_name=config.config_name,
-        captions=Captions.of(config).in_order,
-    )
+    settings = reading(config, model) | {"needs_target": not model.takes_controls, "needs_prompt": not prompts}
+    settings |= {"captions": Captions.of(config).in_order}
+    if prompts:
+        settings |= {"allow_empty_prompt": True}
+    settings |= {"needs_control": model.needs_controls or edits}  # a folder of images alone has controls then
+    if edits:
+        settings |= {"no_control": "refused"}
+    rows, problems = read_source(location(source), **settings)
     jobs = [GenerateJob(row.name, row.controls, row.prompt, row.target) for row in rows]
     if not prompts:
         return jobs, problems
@@ -102,6 +99,17 @@ def source_jobs(
     return [
         replace(job, name=job.name + end, prompt=prompt) for job in unique.values() for end, prompt in named
     ], problems
+
+
+def typed_prompts(prompts: Sequence[str], data: DataConfig) -> list[str]:
+    """Prompts as `validation.prompts` are read: without marks where `data` has them, and with the trigger word for its
+    placeholder."""
+    captions = Captions.of(data)
+    if any(PLACEHOLDER in prompt for prompt in prompts):
+        word = captions.trigger_word
+        about = f"stands for {plain(word)}" if word else "stays in the prompt: data.trigger_word is not set"
+        console().print(f"note: {PLACEHOLDER} {about}", markup=False, highlight=False)
+    return [captions.replaced(parse(prompt)[0] if data.marked_phrases else prompt) for prompt in prompts]
 
 
 def prompt_jobs(name: str, images: Sequence[Path], prompts: Sequence[str]) -> list[GenerateJob]:

@@ -19,11 +19,12 @@ from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.data import DataConfig
 from qwen_cache.sources import left_out
-from qwen_cache.sources.detect import METADATA_TABLES, SourceSettings, drafts_of, needs_of, read_drafts
+from qwen_cache.sources.detect import METADATA_TABLES, drafts_of, read_drafts
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.listing import Entry, Listing, as_entry
 from qwen_cache.sources.places import Location
+from qwen_cache.sources.reading import needs_of, reading
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.url import Url
 from qwen_cache.ui.data.inside import check_links, readable
@@ -39,20 +40,6 @@ CHANGED = RefusedError(409, "this row has changed meanwhile", "look at it as it 
 
 class StoppedError(Exception):
     """The listing is not needed any more."""
-
-
-def settings_of(data: DataConfig) -> SourceSettings:
-    """How the page reads a source: as `build` does, but for either kind of model."""
-    return {
-        "needs_control": False,
-        "takes_control": True,
-        "no_control": "allowed" if data.allow_no_control else "stated",
-        "allow_empty_prompt": data.allow_empty_prompt,
-        "allow_urls": data.allow_urls,
-        "columns": data.columns,
-        "split": data.split,
-        "config_name": data.config_name,
-    }
 
 
 def version_of(entry: Entry) -> str:
@@ -138,7 +125,7 @@ class OpenSource:
             found.append(as_entry(draft, problems))
 
         try:
-            settings = settings_of(self.data)
+            settings = reading(self.data)
             while True:
                 edits, stamp, needs = self._edits, self._stamp_now(), needs_of(**settings)
                 if isinstance(self.place, Path):
@@ -326,7 +313,7 @@ class OpenSource:
             return SourceError("a source behind an address can be looked at, not edited", where=self.place, do=do)
         try:
             name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
-            return open_editor(self.place, self.folder / "kept" / name, **settings_of(self.data))
+            return open_editor(self.place, self.folder / "kept" / name, **reading(self.data))
         except SourceError as error:
             return error
 
