@@ -28,7 +28,7 @@ RESTORE_SHARD = (
     "it encodes the damaged samples again"
 )
 REBUILD_MANIFEST = (
-    "restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: "
+    "restore cache.json and index.parquet from a copy, or delete cache.json and run the same `qwen-cache build` again: "
     "it keeps the whole shards of its recipe"
 )
 UPGRADE = "install a newer version: `git pull && pip install .` in its repository"
@@ -244,6 +244,7 @@ class IndexFileError(FormatError):
     """index.parquet does not match the manifest, or contradicts itself."""
 
     rule = "F7"
+    fix = REBUILD_MANIFEST
 
 
 class ArchiveError(FormatError):

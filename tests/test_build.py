@@ -556,7 +556,7 @@ def test_a_deleted_shard_is_built_again(pairs: Path, tmp_path: Path, model: Path
 def test_a_deleted_manifest_is_written_again_and_nothing_is_encoded(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
-    """The fix that F21 names."""
+    """The fix that F21 names, and F7: a damaged index comes back too."""
     out, manifest = tmp_path / "shards", tmp_path / "shards" / "cache.json"
     assert build(pairs, out, model).code == 0
     before, loaded = contents(out), len(fast)
@@ -565,9 +565,13 @@ def test_a_deleted_manifest_is_written_again_and_nothing_is_encoded(
         ("checksum", r'the key "checksum" is missing \[F1\]'),
     ):
         manifest.write_bytes(before["cache.json"].replace(f'"{name}"'.encode(), f'"{name.title()}"'.encode()))
-        fix = "restore cache.json from a copy, or delete it and run the same `qwen-cache build` again: it keeps"
+        fix = "restore cache.json and index.parquet from a copy, or delete cache.json and run the same `qwen-cache build`"
         for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
-            assert re.search(f"cache.json: {fault}\n  → {fix} the whole shards of its recipe\n", refused.stderr)
+            assert re.search(f"cache.json: {fault}\n  → {fix} again: it keeps the whole shards of its", refused.stderr)
+    manifest.write_bytes(before["cache.json"])
+    (out / "index.parquet").write_bytes(before["index.parquet"][:-1] + b"?")
+    for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
+        assert re.search(rf"the index is not the one that the manifest names .* \[F7\]\n  → {fix} again", refused.stderr)
     manifest.unlink()
     assert build(pairs, out, model).code == 0
     assert contents(out) == before
