@@ -21,7 +21,7 @@ from qwen_cache.settings.train import TrainConfig
 from qwen_cache.storage.remembered import file_digest, remembered_digest
 from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
 from qwen_train.data.mixture import Mixture, open_mixture
-from qwen_train.data.planning import Planned, check_cache, check_empty_prompts
+from qwen_train.data.planning import Planned, check_cache, check_empty_prompts, check_text_lengths
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.launch import Launch
@@ -126,6 +126,7 @@ def check_samples(
     """ConfigError or TrainError unless model, settings, samples and the validation cache fit together."""
     if validation_cache is not None:
         check_cache(validation_cache, model, model.transformer_config)
+        check_text_lengths(validation_cache)
     if samples is None:
         return
     check_cache(samples, model, model.transformer_config)

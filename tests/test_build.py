@@ -565,13 +565,17 @@ def test_a_deleted_manifest_is_written_again_and_nothing_is_encoded(
         ("checksum", r'the key "checksum" is missing \[F1\]'),
     ):
         manifest.write_bytes(before["cache.json"].replace(f'"{name}"'.encode(), f'"{name.title()}"'.encode()))
-        fix = "restore cache.json and index.parquet from a copy, or delete cache.json and run the same `qwen-cache build`"
+        fix = (
+            "restore cache.json and index.parquet from a copy, or delete cache.json and run the same `qwen-cache build`"
+        )
         for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
             assert re.search(f"cache.json: {fault}\n  → {fix} again: it keeps the whole shards of its", refused.stderr)
     manifest.write_bytes(before["cache.json"])
     (out / "index.parquet").write_bytes(before["index.parquet"][:-1] + b"?")
     for refused in (run("qwen-cache", "verify", out), build(pairs, out, model)):
-        assert re.search(rf"the index is not the one that the manifest names .* \[F7\]\n  → {fix} again", refused.stderr)
+        assert re.search(
+            rf"the index is not the one that the manifest names .* \[F7\]\n  → {fix} again", refused.stderr
+        )
     manifest.unlink()
     assert build(pairs, out, model).code == 0
     assert contents(out) == before

@@ -14,8 +14,10 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.encode import recipe as recipe_module
+from qwen_cache.encode import text
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.format.staging import Staging
+from qwen_cache.models import family
 
 from .support.caches import SMALL, build, contents, plan
 from .support.commands import Result, refused, run
@@ -49,6 +51,44 @@ def done(result: Result) -> dict[str, int]:
     assert result.code == 0, result.stderr
     found = json.loads(result.stdout)
     return {name: found[name] for name in DONE if found[name]}
+
+
+# ---- what no transformer could take ----------------------------------------------------------------------------------
+
+
+def test_a_text_longer_than_the_rope_table_is_refused_and_left_out_of_a_cache(
+    pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the build, by the numbers that the encoder gives; in a cache of before, by the run and its plan."""
+    out, prompt = tmp_path / "shards", pairs / "target_images" / "cat.txt"
+    prompt.write_text("make it as blue as the sea " * 400)
+    with monkeypatch.context() as patch:
+        patch.setattr(family.Family, "longest_text", lambda *_: 10**6)
+        assert build(pairs, out, model).code == 0
+    cache = open_cache(out)
+    meta = next(row.meta for row in cache.rows() if row.name == "cat")
+    limit = 4096 - max(max(height, width) for _, height, width in meta.img_shapes) // 2
+    assert meta.text_length > limit
+    [problem] = plan(pairs, out, model)["problems"]
+    expected = (
+        f"cat: the text has {meta.text_length} tokens, the transformer takes {limit} beside images of these sizes"
+    )
+    assert problem["what"] == expected
+    for command in (("qwen-train", "plan", out), ("qwen-train", "run", out, "--out", tmp_path / "run")):
+        result = run(*command, "--model", model)
+        message = " ".join(result.stderr.split())
+        assert (
+            f"1 text longer than the RoPE table beside the images (found tokens of cat ({meta.text_length}, at"
+            in message
+        )
+        assert "run the same `qwen-cache build` with --on-error skip" in message
+    skipped = build(pairs, out, model, "--on-error", "skip")
+    assert (skipped.code, "0 encoded" in skipped.stderr) == (1, True), skipped.stderr
+    assert [row.name for row in open_cache(out).rows()] == ["china", "cup", "flower"]
+    assert run("qwen-train", "plan", out, "--model", model).code == 0
+    prompt.write_text("make it blue " * 90)
+    monkeypatch.setattr(text, "token_counter", None)
+    assert plan(pairs, out, model)["problems"] == [], "a prompt of a thousand bytes is not tokenized"
 
 
 # ---- what needs no encoder -------------------------------------------------------------------------------------------

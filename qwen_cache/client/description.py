@@ -57,6 +57,7 @@ class ServedModel(ModelFolder):
     """A model that only the server has: what planning needs to know of it. It has no folder; its name is only shown."""
 
     width: int = 0
+    is_here = False
 
     @property
     def text_width(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -43,7 +44,7 @@ from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_content
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.reading import reading
-from qwen_cache.sources.sizes import Resolution
+from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions
 from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.upload import destination
 from qwen_cache.storage.url import Url, location
@@ -368,7 +369,25 @@ def rules(job: BuildJob) -> Rules:
         job.resolution,
         job.condition_image_size,
         job.model.max_controls,
+        _text_rows(job) if job.model.is_here else None,
     )
+
+
+def _text_rows(job: BuildJob) -> Callable[[str, Sequence[Size]], int]:
+    """What counts the rows of prompt embeddings about controls of these sizes; loads a tokenizer when first called."""
+    lock, counters = Lock(), list[Callable[[str, Sequence[Size]], int]]()
+
+    def count(prompt: str, sizes: Sequence[Size]) -> int:
+        from qwen_cache.encode.text import token_counter
+
+        area = job.condition_image_size
+        resized = [calculate_dimensions(area, size) if area else size for size in sizes]
+        with lock:
+            if not counters:
+                counters.append(token_counter(job.model))
+            return counters[0](prompt, resized)
+
+    return count
 
 
 def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: ReusableSamples) -> BuildPlan:

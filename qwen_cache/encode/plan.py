@@ -25,6 +25,7 @@ from qwen_cache.format.other_caches import Copies
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.grounding.phrase import parse
+from qwen_cache.models.family import family_of
 from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.rows import limits_exceeded
@@ -158,6 +159,10 @@ class BuildPlan:
         return f"{plural(len(self.samples), 'sample')}, {self.cached} cached, {', '.join(work)}{reasons}"
 
 
+AROUND_PROMPT, AROUND_IMAGE = 64, 64
+"""More tokens than a template has around a prompt, and around an image."""
+
+
 @dataclass(frozen=True)
 class Rules:
     """What the model and the recipe require of the source."""
@@ -167,6 +172,9 @@ class Rules:
     resolution: Resolution
     condition_image_size: int
     max_controls: int | None
+    text_rows: Callable[[str, Sequence[Size]], int] | None = None
+    """The exact number of rows of a prompt's embeddings about controls of these sizes in the source; None where no
+    tokenizer is at hand, so that texts longer than the RoPE table are not found."""
 
 
 def make_plan(
@@ -318,11 +326,33 @@ def _samples_of(
         return tuple(_decode(row, images, mask, rules)) or (as_problem(row, error.where, error),)
     keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
     problems = [] if all(key in cached for key in keys) else _decode(row, images, mask, rules)
+    problems += _text_problems(row, originals, choices, rules)
     if problems:
         return tuple(problems)
     own = _shared(tuple(image.size for image in originals))
     samples = [PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True)]
     return (*samples, *(_profile_ignored(image.where) for image in images if image.has_other_profile))
+
+
+def _text_problems(
+    row: Row, originals: Sequence[SourceImage], choices: Sequence[Sequence[Size]], rules: Rules
+) -> list[Problem]:
+    """The problem of a text that is longer than the RoPE table beside the images of its sample.
+
+    A token has at least one byte, so only the longest prompts are tokenized.
+    """
+    if rules.text_rows is None:
+        return []
+    family, controls = family_of(rules.pipeline), [image.size for image in originals[1 if row.target else 0 :]]
+    limit = min(family.longest_text(img_shapes(sizes)) for sizes in choices)
+    pixels = 0 if family.text_rows_only else rules.condition_image_size
+    seen = len(controls) * (2 * pixels // family.pixels_per_text_token + AROUND_IMAGE)
+    if len(row.prompt.encode()) + seen + AROUND_PROMPT <= limit:
+        return []
+    if (length := rules.text_rows(row.prompt, controls)) <= limit:
+        return []
+    what = f"{row.name}: the text has {length} tokens, the transformer takes {limit} beside images of these sizes"
+    return [Problem(row.where, what, "shorten the prompt" + (", or use smaller images" if controls else ""))]
 
 
 def _profile_ignored(image: str) -> Notice:

@@ -15,7 +15,7 @@ attention of the prompt on the first image.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -134,7 +134,13 @@ class Frame:
 
 
 def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
-    """The length L of the stored embeddings of each prompt with images of those sizes, without encoding it.
+    """The length L of the stored embeddings of each prompt with images of those sizes, without encoding it."""
+    count = token_counter(model)
+    return [count(prompt, sizes) for prompt, sizes in prompts]
+
+
+def token_counter(model: ModelFolder) -> Callable[[str, Sequence[Size]], int]:
+    """What gives the length L of the stored embeddings of a prompt with images of these sizes, without encoding it.
 
     Sizes are those for the text encoder: the placeholder of an image, one token in the text, becomes its image tokens.
     """
@@ -154,7 +160,7 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
         tokens = frame.tokenizer(frame.template.text(prompt, len(sizes)))["input_ids"]
         return len(tokens) - frame.drop_idx + sum(map(added_tokens, sizes))
 
-    return [kept(prompt, sizes) for prompt, sizes in prompts]
+    return kept
 
 
 def dropped_tokens(template: Template, processor: Any) -> int:

@@ -83,12 +83,25 @@ class Family:
     """Whether text and images are one causal sequence, in which a prefix can serve several noise draws."""
     latent_channels: int = 16
     """Channels of the VAE's latents: 16 at an eighth of the image's sides, or 64 at a sixteenth."""
+    rope_positions: int = 4096
+    """The rows of the transformer's RoPE table for positions from 0: both of diffusers' classes have a fixed one."""
     pixels_per_step: int = 16
     """Sides of generated images are multiples of it."""
     predict_defaults: Mapping[str, float | bool] = field(default_factory=dict)
     """The pipelines' own defaults, for settings of `predict` that are None."""
     not_in_predict: Mapping[str, str] = field(default_factory=dict)
     """Settings of `predict` that the pipelines do not have, and why."""
+
+    def longest_text(self, img_shapes: Sequence[Sequence[int]]) -> int:
+        """The most rows of text beside images of these shapes [1, h, w], the target first.
+
+        Text begins where images end: in one sequence with them after the sides of all controls, and the target follows
+        it; otherwise at half of the longest side, as positions of an image are centred on 0 (diffusers' QwenEmbedRope).
+        """
+        sides = [max(height, width) for _, height, width in img_shapes]
+        if self.joint_sequence:
+            return max(0, self.rope_positions - 1 - sum(sides[1:]))
+        return self.rope_positions - max(sides) // 2
 
 
 _EDIT = (
@@ -174,6 +187,7 @@ QWEN_IMAGE_21 = Family(
     target_last=True,
     joint_sequence=True,
     latent_channels=64,
+    rope_positions=8192,
     pixels_per_step=32,
     predict_defaults={
         "num_inference_steps": 40,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
@@ -42,6 +42,8 @@ class ModelFolder:
     pipeline: PipelineName
     transformer: str | None = None
     """A single file whose weights are used in place of those of the transformer's folder."""
+    is_here: ClassVar[bool] = True
+    """Whether this machine has the folder."""
 
     def component(self, name: str) -> Path:
         """The folder of a component, such as `vae`."""

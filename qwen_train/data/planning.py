@@ -25,6 +25,10 @@ from qwen_cache.settings.train import TrainConfig
 from qwen_train.data.samples import Samples
 from qwen_train.data.split import split
 
+LONGEST_SIDE = 2048
+"""Tokens: more than the side of an image that can be trained has."""
+NAMED = 10
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -40,6 +44,7 @@ class Planned:
         """The plan from `begin` of a run on; ConfigError or TrainError where nothing can be trained."""
         check_teacher(config)
         check_targets(cache)
+        check_text_lengths(cache)
         training, validation = training_and_validation(cache, config)
         family = family_of_recipe(cache.recipe.recipe)
         check_noise_draws(family, config.noise_draws)
@@ -57,6 +62,32 @@ class Planned:
         parts = cache.parts(training, one_caption=one_caption)
         plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens, begin)
         return cls(training, validation, family, plan)
+
+
+def check_text_lengths(samples: Samples) -> None:
+    """TrainError, with the first of them, for texts that are longer than the RoPE table beside their images.
+
+    Nothing is found without an index: whoever encodes refuses them.
+    """
+    if not samples.has_index:
+        return
+    family = family_of_recipe(samples.recipe.recipe)
+    images, text = samples.token_counts()
+    beside = images - samples.target_tokens() if family.joint_sequence else LONGEST_SIDE // 2
+    found = []
+    for position in np.flatnonzero(text + beside >= family.rope_positions):  # no side has more tokens than its image
+        row = samples.row(int(position))
+        if row.meta.text_length > (limit := family.longest_text(row.meta.img_shapes)):
+            found.append(f"{samples.name(int(position))} ({row.meta.text_length}, at most {limit})")
+    if not found:
+        return
+    some = ", ".join(found[:NAMED]) + (f", and {len(found) - NAMED} more" if found[NAMED:] else "")
+    raise TrainError(
+        f"{plural(len(found), 'text')} longer than the RoPE table beside the images",
+        where=samples.folder,
+        found=f"tokens of {some}",
+        do="run the same `qwen-cache build` with --on-error skip: it leaves them out and encodes nothing",
+    )
 
 
 def training_and_validation(samples: Samples, config: TrainConfig) -> tuple[IntArray, IntArray]:

@@ -24,6 +24,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.models.family import QWEN_IMAGE
 from qwen_train.model import joint_attention, packed, transformer
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
 from tests.support.judge import TOLERANCE
@@ -428,6 +429,7 @@ def test_text_beyond_the_rope_table_is_refused(layout: str) -> None:
         "encoder_hidden_states: the text is longer than the RoPE table beside images of [(1, 10, 2)] "
         "(expected at most 4091 text tokens, found 4092)\n  → shorten the text or the images"
     )
+    assert QWEN_IMAGE.longest_text([(1, 10, 2), (1, 4, 9)]) == 4091
 
 
 @pytest.mark.parametrize("backend", ["flash_varlen", "_flash_varlen_3", "sage_varlen"])

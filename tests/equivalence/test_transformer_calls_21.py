@@ -12,6 +12,7 @@ import torch
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache, QwenImage21Transformer2DModel
 
 from qwen_cache.errors import ModelError, TrainError
+from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_train.model.qwen_image_21 import transformer
 from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor
 from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
@@ -197,6 +198,7 @@ def test_positions_beyond_the_rope_table_are_refused(layout: str) -> None:
         "encoder_hidden_states: the text is longer than the RoPE table beside condition images of [(1, 2, 8)] "
         "(expected at most 8183 text rows, found 8184)\n  → shorten the text or the images"
     )
+    assert QWEN_IMAGE_21.longest_text([(1, 9, 9), (1, 2, 8)]) == 8183, "a cache has the target first"
     with pytest.raises(
         TrainError, match=r"larger than the RoPE table \(expected sides of at most 2048 tokens, found 2049\)"
     ):

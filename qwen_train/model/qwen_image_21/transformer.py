@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.models.devices import to_device
+from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_train.model.joint_attention import active_backend
 from qwen_train.model.mixed_sizes import (
     MixedSizes,
@@ -68,7 +69,7 @@ from qwen_train.model.qwen_image_21.joint_row import (
     refuse_other_tokens,
 )
 
-ROPE_POSITIONS = 8192
+ROPE_POSITIONS = QWEN_IMAGE_21.rope_positions
 """The rows of the stock table for positions from 0; behind them are the negative ones, which it would read silently."""
 LONGEST_SIDE = 2 * 1024
 """Tokens of an image's side, whose positions are centred on zero: the table has 1024 negative ones."""
