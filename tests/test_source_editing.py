@@ -109,27 +109,29 @@ HEADER = "id, image ,prompt,other\r\n"
 CSV = {
     "plain": "id,image,prompt,other\n1,a.png,red,\n2,b.png,green,1.0\n3,c.png,blue,x\n",
     "excel": f'{HEADER}1,a.png,"red, ""very""",\r\n"2","b.png","green","1.0"\r\n\r\n3,c.png,"two\nlines",x',
+    "semicolons": "id;image;prompt;other\n1;a.png;red;\n2;b.png;green;1,0\n3;c.png;blue;x\n",
     "spaces": '"id","image","prompt","other"\n 1 ,"a.png", red ,""\n2, "b.png","green",\n"3","c.png",,\n',
 }
 
 
-def cells(path: Path) -> list[list[str]]:
-    text = path.read_bytes().decode("utf-8-sig")
-    return [row for row in csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True) if row]
+def cells(path: Path, delimiter: str = ",") -> list[list[str]]:
+    text = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
+    return [row for row in csv.reader(text, delimiter=delimiter, strict=True, skipinitialspace=True) if row]
 
 
 @pytest.mark.parametrize("mark", [b"", BOM_UTF8], ids=["no mark", "BOM"])
 @pytest.mark.parametrize("kind", CSV)
 def test_a_prompt_in_csv(tmp_path: Path, kind: str, mark: bytes) -> None:
-    for number, text in enumerate(TEXTS):
+    delimiter = ";" if kind == "semicolons" else ","
+    for number, text in enumerate([*TEXTS, "one; two"]):
         path = table(tmp_path / str(number), "t.csv", mark + CSV[kind].encode())
-        before, data, read = entries(path), path.read_bytes(), cells(path)
+        before, data, read = entries(path), path.read_bytes(), cells(path, delimiter)
         edited = editor(path).set_prompt(before[1], text)
         read[2][2] = text
-        assert cells(path) == read
+        assert cells(path, delimiter) == read
         start = data.index(b"b.png")
-        start += data[start:].index(b",") + 1
-        end = data.index(b"green") + 5 + (kind != "plain")
+        start += data[start:].index(delimiter.encode()) + 1
+        end = data.index(b"green") + 5 + (kind in ("excel", "spaces"))
         assert path.read_bytes().startswith(data[:start])
         assert path.read_bytes().endswith(data[end:])
         assert edited.prompts == (text.strip(),)
@@ -164,16 +166,17 @@ def test_lines_of_a_cell_end_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", CSV)
 def test_a_column_is_added_to_csv_once(tmp_path: Path, kind: str) -> None:
-    path = table(tmp_path / "t", "t.csv", CSV[kind] + ("" if kind == "excel" else "too,short\n"))
-    before, read, edits = entries(path), cells(path), editor(path)
+    delimiter = ";" if kind == "semicolons" else ","
+    path = table(tmp_path / "t", "t.csv", CSV[kind] + ("" if kind == "excel" else f"too{delimiter}short\n"))
+    before, read, edits = entries(path), cells(path, delimiter), editor(path)
     edited = edits.set_left_out([before[2], before[0]], True)
     assert [entry.is_left_out for entry in edited] == [True, True]
     expected = [[*row, {0: "left_out", 1: "true", 3: "true"}.get(i, "")] for i, row in enumerate(read)]
-    assert cells(path) == expected
+    assert cells(path, delimiter) == expected
     check(path, before, edited)
     again = edits.set_left_out([edited[1]], False)
     expected[1][4] = ""
-    assert cells(path) == expected
+    assert cells(path, delimiter) == expected
     check(path, before, [edited[0], *again])
     assert again == [before[0]]
     data = path.read_bytes()

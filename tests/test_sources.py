@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.settings.data import ColumnsConfig
@@ -689,7 +691,7 @@ def test_an_empty_cell_states_that_a_row_has_no_control(tmp_path: Path) -> None:
 
 def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None:
     fill(tmp_path, ["a.zip"])
-    kinds = "a table (.csv, .jsonl, .json, .parquet), a .tar of images, or a folder of image pairs, of .parquet"
+    kinds = "a table (.csv, .tsv, .jsonl, .json, .parquet), a .tar of images, or a folder of image pairs, of .parquet"
     assert f"there is no such source (expected {kinds}" in refusal(tmp_path / "nix")
     assert f"not a source that can be read (expected {kinds}" in refusal(tmp_path / "a.zip")
     for missing in ("nix.csv", "nix.parquet", "nix.tar"):
@@ -811,6 +813,101 @@ def test_words_that_cannot_be_found_are_a_problem_of_their_row(
     rows, [problem] = edit(table(tmp_path, "a.jsonl", json.dumps(values)))
     assert rows == []
     assert what in problem.what
+
+
+@pytest.mark.parametrize(
+    ("written", "there"),
+    [
+        ("sub\\dog.png", "sub/dog.png"),
+        ("C:\\data\\dog.png", "dog.png"),
+        ("red%20x.png", "red x.png"),
+        ("caf\u00e9.png", "cafe\u0301.png"),
+        ("Sub/CAT.PNG", "sub/cat.png"),
+        ("cat.jpg", "cat.png"),
+        ("photo_1.png", "photo_001.png"),
+    ],
+)
+def test_a_table_that_nearly_names_a_file_is_told_which(tmp_path: Path, written: str, there: str) -> None:
+    rows = [{"image": written, "prompt": "red"}, {"image": "other.png", "prompt": "red"}]
+    fill(tmp_path, {"t.jsonl": "\n".join(map(json.dumps, rows)), there: "", "unlike.png": ""})
+    _, (near, far) = read_source(tmp_path / "t.jsonl", needs_control=False)
+    assert near.what.endswith(f"does not exist; did you mean {str(tmp_path / there)!r}?")
+    assert far.what.endswith("does not exist")
+
+
+def test_captions_of_another_ending_are_named(tmp_path: Path) -> None:
+    fill(tmp_path, ["a.png", "a.caption", "b.png", "b.caption"])
+    problem = only(read_source(tmp_path, needs_control=False)[1])
+    assert "found a.caption, b.caption" in problem.what
+    assert problem.do == "rename them: a.txt"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "word"),
+    [
+        ("a.csv", 'image;control;prompt\nt/1.png;c/1.png;"one; two, ""three"""\n', "semicolons"),
+        ("b.csv", '"image";"control";"prompt"\n"t/1.png";"c/1.png";"one; two, ""three"""\n', "semicolons"),
+        ("c.csv", 'image\tcontrol\tprompt\r\nt/1.png\tc/1.png\t"one; two, ""three"""\r\n', "tabs"),
+        ("d.tsv", 'image\tcontrol\tprompt\nt/1.png\tc/1.png\t"one; two, ""three"""\n', ""),
+        ("e.csv", 'image,control,prompt\nt/1.png,c/1.png,"one; two, ""three"""\n', ""),
+    ],
+)
+def test_a_csv_may_have_semicolons_or_tabs(tmp_path: Path, name: str, text: str, word: str) -> None:
+    path = table(tmp_path, name, text)
+    content = source.read_content(path, needs_control=True)
+    [row] = content.rows
+    assert (row.prompt, len(row.controls), row.where) == ('one; two, "three"', 1, f"{path}:2")
+    assert [notice.what for notice in content.notices] == [
+        f"rows of a .csv have their cells separated by {word}, not commas"
+    ] * bool(word)
+    with path.open("a", encoding="utf-8") as file:
+        file.write("t/1.png\n")
+    assert "has 1 cells, expected 3" in only(edit(path)[1]).what
+
+
+ADVICE = {
+    "a typo": ("target,contol,prompt", {}, 1),
+    "two targets": ("edited_image,output_image,control,prompt", {}, 1),
+    "one name twice": ("target,prompt,prompt", {}, 0),
+    "unknown names": ("bild;vorher;text", {"target": "bild", "control": "vorher", "prompt": "text"}, 1),
+    "two controls": ("target,source_img,edit_image,prompt", {}, 2),
+    "a name that is not there": ("Edited,before,text", {"target": "Edited"}, 1),
+}
+"""A first line, the columns that only their owner knows, and the number of controls."""
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_the_advice_about_a_table_leads_to_its_rows(tmp_path: Path, case: str) -> None:
+    """After at most three of the commands that are printed, without losing a control."""
+    names, known, controls = ADVICE[case]
+    cells = re.split("[,;]", names)
+    row = [f"{name}.png" if i < len(cells) - 1 else "red" for i, name in enumerate(cells)]
+    if case == "one name twice":
+        row = ["target.png", "red", "red"]
+    fill(tmp_path, [f"{name}.png" for name in cells])
+    delimiter, columns = names.strip("abcdefghijklmnopqrstuvwxyz_E")[0], dict[str, Any]()
+    for _ in range(4):
+        path = tmp_path / "t.csv"
+        path.write_text(delimiter.join(cells) + "\n" + delimiter.join(row) + "\n", encoding="utf-8")
+        try:
+            settings = ColumnsConfig(**columns)
+            [found], problems = read_source(path, needs_control=controls > 0, takes_control=True, columns=settings)
+            break
+        except SourceError as error:
+            advice = str(error.do)
+        options = [each for each in shlex.split(advice.replace(";", " ")) if each.startswith("data.columns.")]
+        if options:
+            role, _, value = options[-1].removeprefix("data.columns.").partition("=")
+            columns[role] = yaml.safe_load(known.get(role, "?") if value == "NAME" else value)
+            if columns[role] != "?":
+                continue
+            del columns[role]
+        if renamed := re.search(r"rename it to '(\w+)'", advice):
+            cells = [renamed[1] if each == "contol" else each for each in cells]
+        else:
+            assert advice == "rename or remove one of them"
+            cells[-1] = "other"
+    assert (len(found.controls), found.prompt, problems) == (controls, "red", [])
 
 
 PUBLISHED = {
@@ -1054,7 +1151,6 @@ REFUSED_TABLES = {
     ),
     "no prompt": ("a.csv", "image,control,promt\na,b,c\n", "expected prompt or text or caption", "'promt' to 'prompt'"),
     "no control": ("a.csv", "image,prompt\na,b\n", "no column holds the control", "found 'image', 'prompt'"),
-    "semicolons": ("a.csv", "image;control;prompt\na;b;c\n", "no column holds the target", "'image;control;prompt'"),
     "typo in a control": (
         "a.csv",
         "image,control,contol_1,prompt\na,b,c,d\n",

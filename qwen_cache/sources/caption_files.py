@@ -24,6 +24,7 @@ from qwen_cache.sources.columns import LIST_COLUMNS, Columns, find_columns
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import File, Location, read_bytes, suffix
 from qwen_cache.sources.rows import Needs, Row
+from qwen_cache.sources.table_text import delimiter_of
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.durable import write_durably
 
@@ -175,7 +176,8 @@ class TableCopy:
                 is_list = column in LIST_COLUMNS or isinstance(row.get(column), list)
                 values.append(row | ({column: [caption] if is_list else caption} if caption is not None else {}))
         encoding = "utf-8-sig" if data.startswith(BOM_UTF8) else "utf-8"  # spreadsheets tell UTF-8 by it
-        text = _text(self.table.suffix, list(dict.fromkeys([*names, column])), values)
+        delimiter = delimiter_of(data.decode("utf-8-sig"))
+        text = _text(self.table.suffix, delimiter, list(dict.fromkeys([*names, column])), values)
         write_durably(self.source, text.encode(encoding))
         self.partial.unlink(missing_ok=True)
 
@@ -189,14 +191,14 @@ def _images(row: Row) -> tuple[str, ...]:
     return tuple(str(image) for image in (*row.controls, row.target))
 
 
-def _text(kind: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+def _text(kind: str, delimiter: str, names: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
     """A table of that kind."""
     if kind == ".jsonl":
         return "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     if kind == ".json":
         return f"{json.dumps(rows, ensure_ascii=False, indent=1)}\n"
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, names, restval="", delimiter=delimiter, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

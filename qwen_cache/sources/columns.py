@@ -140,6 +140,7 @@ def check_named(named: Columns, names: Sequence[str], where: Location, noun: str
             )
             near = nearest(name, names)
             do = f"did you mean {near!r}? {setting(role, near)}" if near else f"name one of these {noun}s"
+            do = "rename one of them" if name in names else do
             raise SourceError(what, where=where, found=", ".join(map(repr, names)) or "none", do=do)
         if name in roles:
             what = f"data.columns names the {noun} {name!r} twice, for the {roles[name]} and for the {role}"
@@ -169,7 +170,7 @@ def _add(
         do = f"name the right one: {setting(role, twin)} or {setting(role, name)}"
         if role == "control":
             do += f"; or both in their order: {setting(role, twin, name)}"
-        if role in LEFT_OUT:
+        if role in LEFT_OUT or twin == name:
             do = "rename or remove one of them"
         raise SourceError(what, where=where, expected="one", do=do)
 

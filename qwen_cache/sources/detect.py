@@ -69,7 +69,17 @@ from qwen_cache.sources.columns import COLUMNS, TO_GENERATE, Columns
 from qwen_cache.sources.columns import read_rows as read_records
 from qwen_cache.sources.hub import dataset_files, is_dataset
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
-from qwen_cache.sources.places import File, Folder, Location, TableFolder, base_name, file_at, open_folder, suffix
+from qwen_cache.sources.places import (
+    File,
+    Folder,
+    Location,
+    TableFolder,
+    base_name,
+    file_at,
+    open_folder,
+    similar_file,
+    suffix,
+)
 from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row, limits_exceeded, unique
 from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
@@ -281,7 +291,9 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
         if isinstance(image, File) and image.local is not None and not os.path.isfile(image.local):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
             which = role if str(image) == row.where else f"{role} {image}"
-            field_problems[f"{role} {image}"] = f"the {which} does not exist", do
+            near = similar_file(image.local)
+            hint = f"; did you mean {near!r}?" if near else ""
+            field_problems[f"{role} {image}"] = f"the {which} does not exist{hint}", do
     return field_problems
 
 

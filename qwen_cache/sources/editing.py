@@ -37,7 +37,7 @@ from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, rea
 from qwen_cache.sources.places import File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
 from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
-from qwen_cache.sources.table_text import CsvText, TableText, changed, open_text
+from qwen_cache.sources.table_text import CSV, CsvText, TableText, changed, open_text
 from qwen_cache.sources.text_table import READERS
 from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync, whole_file, write_durably
 
@@ -425,7 +425,7 @@ class TableEditor:
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
         with self._editing(entries) as opened:
             column = opened.column(left_out.COLUMN, (left_out.COLUMN,))
-            yes, no = ("true", "") if suffix(self.table) == ".csv" else (True, False)
+            yes, no = ("true", "") if suffix(self.table) in CSV else (True, False)
             changes = {
                 entry.where: {column: yes if is_left_out else no}
                 for entry in entries

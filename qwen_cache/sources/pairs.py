@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +23,7 @@ from pathlib import Path
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources import left_out
 from qwen_cache.sources.columns import NO_CONTROL, NO_CONTROL_AT_ALL, check_named, given, setting
-from qwen_cache.sources.places import File, Folder, Location, base_name, read_bytes, suffix
+from qwen_cache.sources.places import File, Folder, Location, base_name, overlooked, read_bytes, suffix
 from qwen_cache.sources.rows import MAX_TEXT, Draft, FieldProblems, Needs, Row
 from qwen_cache.storage.remembered_files import RememberedFiles
 
@@ -416,13 +415,19 @@ def _common_problem(
         what += f"control (expected {stem}.png for {first}, found {found})"
         return Problem(str(folder.path / layout.controls[0]), what, "give each control the name of its target")
     if needs.prompt and not any(name in prompts for name in targets):
-        found = ", ".join(f"{name}.txt" for name in [*prompts][:3]) or "no .txt"
+        beside = folder.below(layout.prompt or layout.target)
+        others = [name for name in beside if posixpath.splitext(name)[1].lower() in OTHER_PROMPTS]
+        found = ", ".join([*(f"{name}.txt" for name in prompts), *others][:3]) or "no .txt"
         what += f"prompt (expected {stem}.txt for {first}, found {found})"
         do = "write a prompt for each target, or name a table"
+        if others and not prompts:
+            do = f"rename them: {posixpath.splitext(others[0])[0]}.txt"
         return Problem(str(folder.path / (layout.prompt or layout.target)), what, do)
     return None
 
 
+OTHER_PROMPTS = (".caption", ".cap", ".tags")
+"""Endings that other tools give to text files with captions."""
 ENDING = re.compile(r"(.+)_(?:control_([1-9][0-9]*)|mask)", re.DOTALL)
 _MASK = -1
 """The slot of the mask among a target's files in the control folder; 0 is its first control, then 1, 2, …"""
@@ -457,25 +462,19 @@ def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...]) -> P
 def _similar(wanted: Iterable[Place], strays: Mapping[Place, list[Location]]) -> dict[Place, Location]:
     """Files without a target for missing files of similar names in the same folder, each once."""
     found: dict[Place, Location] = {}
-    free = {(folder, _plain(stem)): paths[0] for (folder, stem), paths in strays.items()}
+    free = {(folder, overlooked(stem)): paths[0] for (folder, stem), paths in strays.items()}
     for folder, stem in sorted(wanted):
-        if path := free.pop((folder, _plain(stem)), None):
+        if path := free.pop((folder, overlooked(stem)), None):
             found[folder, stem] = path
     rest = [place for place in sorted(wanted) if place not in found]
     if max(len(rest), len(free)) > MOST_COMPARED:
         return found
     for folder, stem in rest:
         # a number is never a typo of another: photo_001 and photo_002
-        names = [name for where, name in free if where == folder and _numbers(name) == _numbers(_plain(stem))]
-        for name in get_close_matches(_plain(stem), names, 1, 0.8):
+        names = [name for where, name in free if where == folder and _numbers(name) == _numbers(overlooked(stem))]
+        for name in get_close_matches(overlooked(stem), names, 1, 0.8):
             found[folder, stem] = free.pop((folder, name))
     return found
-
-
-def _plain(stem: str) -> str:
-    """A name without the differences that people overlook: capitals, composed accents, zeros before a number."""
-    name = unicodedata.normalize("NFC", stem).casefold()
-    return re.sub(r"\d+", lambda match: match[0].lstrip("0") or "0", name)
 
 
 def _numbers(stem: str) -> list[str]:

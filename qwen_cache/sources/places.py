@@ -14,6 +14,7 @@ import io
 import os
 import posixpath
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -183,6 +184,58 @@ def base_name(path: Location) -> str:
 def suffix(path: Location) -> str:
     """`.csv`, in lower case."""
     return posixpath.splitext(base_name(path))[1].lower()
+
+
+def overlooked(name: str) -> str:
+    """A name without the differences that people overlook: capitals, composed accents, zeros before a number."""
+    return re.sub(r"\d+", lambda match: match[0].lstrip("0") or "0", unicodedata.normalize("NFC", name).casefold())
+
+
+def similar_file(path: str) -> str | None:
+    """The file that a path which does not exist may stand for, if there is one.
+
+    Written with backslashes, as part of an address (`%20`), with other capitals or accents, with another ending, or
+    with the folders of another machine.
+    """
+    folder, name = os.path.split(path)
+    slashes = path.replace("\\", "/")
+    others = [slashes, unquote(path), unquote(slashes), os.path.join(folder, PureWindowsPath(name).name)]
+    return next((found for each in dict.fromkeys([path, *others]) if (found := _nearly(each))), None)
+
+
+def _nearly(path: str) -> str | None:
+    """The file at a path whose parts are overlooked, or differ in the ending of the last one."""
+    path = os.path.normpath(path)
+    if os.path.isfile(path):
+        return path
+    folder, name = os.path.split(path)
+    if not name:
+        return None
+    there = folder if not folder or os.path.isdir(folder) else _nearly_folder(folder)
+    if there is None:
+        return None
+    names = _names(there or ".", os.stat(there or ".").st_mtime_ns)
+    near = names.get(overlooked(name)) or names.get(overlooked(posixpath.splitext(name)[0]) + ".")
+    return os.path.join(there, near) if near and os.path.isfile(os.path.join(there, near)) else None
+
+
+def _nearly_folder(path: str) -> str | None:
+    folder, name = os.path.split(path)
+    if not name or not (there := folder if not folder or os.path.isdir(folder) else _nearly_folder(folder)):
+        return None
+    near = _names(there, os.stat(there).st_mtime_ns).get(overlooked(name))
+    return os.path.join(there, near) if near and os.path.isdir(os.path.join(there, near)) else None
+
+
+@lru_cache(4)
+def _names(folder: str, _: int) -> dict[str, str]:
+    """The names in a folder by what people do not overlook: whole, and without ending; as of its time of change."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return {}
+    by_stem = {overlooked(posixpath.splitext(name)[0]) + ".": name for name in reversed(names)}
+    return by_stem | {overlooked(name): name for name in reversed(names)}
 
 
 def check_name(name: str, where: object) -> None:

@@ -10,7 +10,8 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,11 +27,29 @@ Edit = tuple[int, int, str]
 """The characters from here to there, and what replaces them."""
 
 SPACE = re.compile(r"[ \t\n\r]*")
-CELL = re.compile(r' *(?:"[^"]*(?:""[^"]*)*"|[^",][^,]*|)(?=,|\Z)', re.DOTALL)
-"""A cell as `csv` reads it, strict and without the spaces before it."""
-QUOTED = re.compile(r'[,"\r\n]|^\s|\s\Z')
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+"""What separates the cells of a CSV, by the words for it."""
+CELLS = {
+    each: re.compile(rf' *(?:"[^"]*(?:""[^"]*)*"|[^"{each}][^{each}]*|)(?={each}|\Z)', re.DOTALL) for each in DELIMITERS
+}
+"""A cell as `csv` reads it, strict and without the spaces before it, by what separates cells."""
+QUOTED = {each: re.compile(rf'[{each}"\r\n]|^\s|\s\Z') for each in DELIMITERS}
 """What a cell may hold only in quotes."""
 _json = json.JSONDecoder()
+
+
+def delimiter_of(text: str) -> str:
+    """What separates the cells of a CSV: a comma, unless only another one makes columns of its first line."""
+    for delimiter in DELIMITERS:
+        with suppress(csv.Error):
+            if len(next(csv_reader(io.StringIO(text, newline=""), delimiter), [])) > 1:
+                return delimiter
+    return ","
+
+
+def csv_reader(lines: Iterable[str], delimiter: str) -> Any:
+    """The rows of a CSV; csv.Error for quotes that are not closed, which would silently swallow the rest."""
+    return csv.reader(lines, delimiter=delimiter, strict=True, skipinitialspace=True)
 
 
 class TableText(Protocol):
@@ -212,10 +231,14 @@ class CsvText:
     text: str
 
     @cached_property
+    def delimiter(self) -> str:
+        return delimiter_of(self.text)
+
+    @cached_property
     def records(self) -> dict[int, tuple[int, int, list[str]]]:
         """By first line, the header's too: where a record begins and ends, without its line end, and its cells."""
         lines = list(io.StringIO(self.text, newline=""))
-        reader = csv.reader(iter(lines), strict=True, skipinitialspace=True)
+        reader = csv_reader(iter(lines), self.delimiter)
         found, line, begin = {}, 0, 0
         for cells in reader:
             text = "".join(lines[line : reader.line_num])
@@ -250,11 +273,12 @@ class CsvText:
                     yield self._cell_edit(spans[columns[name]], values[name])
             added = new if line == 1 else [values.get(name, "") for name in new]
             if added:
-                yield end, end, "".join(f",{self._cell(text, like=self.text[slice(*spans[-1])])}" for text in added)
+                like = self.text[slice(*spans[-1])]
+                yield end, end, "".join(self.delimiter + self._cell(text, like) for text in added)
 
     def _spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
         record, position = self.text[begin:end], 0
-        while (found := CELL.match(record, position)) is not None:
+        while (found := CELLS[self.delimiter].match(record, position)) is not None:
             yield begin + found.start(), begin + found.end()
             position = found.end() + 1
             if position > len(record):
@@ -268,9 +292,14 @@ class CsvText:
 
     def _cell(self, text: str, like: str) -> str:
         """A cell in quotes where it needs them, or where a similar one has them and it is not empty."""
-        if QUOTED.search(text) or (text and like.lstrip(" ").startswith('"')):
+        if QUOTED[self.delimiter].search(text) or (text and like.lstrip(" ").startswith('"')):
             return '"' + text.replace('"', '""') + '"'
         return text
 
 
-KINDS: dict[str, Callable[[Path, str], TableText]] = {".csv": CsvText, ".jsonl": JsonLinesText, ".json": JsonText}
+CSV = (".csv", ".tsv")
+KINDS: dict[str, Callable[[Path, str], TableText]] = {
+    **dict.fromkeys(CSV, CsvText),
+    ".jsonl": JsonLinesText,
+    ".json": JsonText,
+}

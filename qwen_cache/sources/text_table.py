@@ -1,4 +1,4 @@
-"""Text tables in UTF-8: CSV, JSON Lines, JSON; and prompts alone, one per line."""
+"""Text tables in UTF-8: CSV, also with semicolons or tabs, JSON Lines, JSON; and prompts alone, one per line."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from qwen_cache.errors import Problem, SourceError, first_line
+from qwen_cache.errors import Notice, Problem, SourceError, first_line
 from qwen_cache.json_text import RepeatedKeyError, parse_json
 from qwen_cache.sources.columns import Record, find_columns, read_rows
-from qwen_cache.sources.places import Location, TableFolder, parent, read_bytes, suffix
+from qwen_cache.sources.places import Location, TableFolder, base_name, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
-from qwen_cache.sources.table_text import texts_of_rows
+from qwen_cache.sources.table_text import CSV, DELIMITERS, csv_reader, delimiter_of, texts_of_rows
 
 Item = tuple[str, Any, Problem | None]
 """A row of JSON: its location, its value, and why it cannot be used."""
 
 
-def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Draft]:
-    names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, _read_text(path))
+def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Notice | Draft]:
+    text = _read_text(path)
+    names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, text)
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
     columns = find_columns(names, path, needs)
+    if suffix(path) == ".csv" and (delimiter := delimiter_of(text)) != ",":
+        what = f"rows of a .csv have their cells separated by {DELIMITERS[delimiter]}, not commas"
+        yield Notice(what, (base_name(path),), "save it with commas if this is wrong", len(records))
     yield from read_rows(records, columns, TableFolder(parent(path), needs.allow_urls), {})
 
 
@@ -43,12 +47,12 @@ def _read_text(path: Location) -> str:
 
 
 def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:
-    # strict: otherwise a quote that is never closed silently swallows the rest of the table
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, skipinitialspace=True)
+    delimiter = delimiter_of(text)
+    reader = csv_reader(io.StringIO(text, newline=""), delimiter)
     records: list[Record | Problem] = []
     line = 1
     try:
-        names = next(reader, [])
+        names: list[str] = next(reader, [])
         line = reader.line_num + 1
         for cells in reader:
             where, line = f"{path}:{line}", reader.line_num + 1
@@ -56,13 +60,15 @@ def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Pr
                 records.append((where, dict(zip(names, cells, strict=True))))
             elif cells:
                 what = f"the row has {len(cells)} cells, expected {len(names)} as in the first line"
-                records.append(Problem(where, what, "put a prompt that contains commas in double quotes"))
+                do = f"put a prompt that contains {DELIMITERS[delimiter]} in double quotes"
+                records.append(Problem(where, what, do))
     except csv.Error as error:
         raise SourceError(
             "the table cannot be read from here on",
             where=f"{path}:{line}",
             found=error,
-            do="write a double quote inside a quoted prompt twice, and close every quoted prompt",
+            do="close every quoted prompt, write a double quote inside it twice, and nothing between its end and the "
+            "next cell",
         ) from error
     return names, [it for it in records if isinstance(it, Problem) or any(cell.strip() for cell in it[1].values())]
 
@@ -134,7 +140,7 @@ def _objects(items: Iterable[Item]) -> tuple[list[str], list[Record | Problem]]:
 
 PROMPTS = ".txt"
 READERS: dict[str, Callable[[Location, str], tuple[list[str], list[Record | Problem]]]] = {
-    ".csv": _csv_records,
+    **dict.fromkeys(CSV, _csv_records),
     ".jsonl": _jsonl_records,
     ".json": _json_records,
 }
