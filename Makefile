@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
-SPREAD := --numprocesses auto --maxprocesses 4 --dist worksteal  # a process takes 2 GB
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # a process takes 2 GB
 SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs a minute
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all

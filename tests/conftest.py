@@ -11,10 +11,13 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 
 from .support.caches import build
@@ -34,6 +37,7 @@ settings.load_profile("project")
 # ---- the CPU time of the tests --------------------------------------------------------------------------------------
 
 CPU_SECONDS = pytest.StashKey[float]()
+SHARED = pytest.StashKey[list[tuple[str, float]]]()
 
 
 def cpu_seconds() -> float:
@@ -48,23 +52,42 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, object, object]:
+    """The CPU time of fixtures that several tests share, with those that they ask for."""
+    before = cpu_seconds()
+    try:
+        return (yield)
+    finally:
+        if fixturedef.scope != "function":
+            shared = request.session.stash.setdefault(SHARED, [])
+            shared.append((f"{fixturedef.argname} of {fixturedef.baseid or 'conftest.py'}", cpu_seconds() - before))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Each phase of a test reports its own CPU time; xdist carries `user_properties` to the main process."""
     report = yield
     before, item.stash[CPU_SECONDS] = item.stash[CPU_SECONDS], cpu_seconds()
-    report.user_properties = [("cpu_seconds", item.stash[CPU_SECONDS] - before)]
+    report.user_properties = [("", item.stash[CPU_SECONDS] - before), *item.session.stash.get(SHARED, [])]
+    item.session.stash[SHARED] = []
     return report
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The ten tests with the most CPU time, fixtures included: a session fixture counts for its first user."""
-    total = Counter[str]()
+    """The files, shared fixtures and tests with the most CPU time; a shared fixture counts for its first user too."""
+    files, fixtures, tests = Counter[str](), Counter[str](), Counter[str]()
     for reports in terminalreporter.stats.values():
         for report in filter(lambda report: isinstance(report, pytest.TestReport), reports):
-            total[report.nodeid] += sum(seconds for _, seconds in report.user_properties)
-    terminalreporter.section("ten slowest tests, in seconds of CPU time")
-    for nodeid, seconds in total.most_common(10):
-        terminalreporter.line(f"{seconds:8.1f}  {nodeid}")
+            for fixture, seconds in report.user_properties:
+                if fixture:
+                    fixtures[fixture] += seconds
+                else:
+                    files[report.nodeid.partition("::")[0]] += seconds
+                    tests[report.nodeid] += seconds
+    for what, total, shown in (("files", files, 40), ("shared fixtures", fixtures, 10), ("tests", tests, 20)):
+        terminalreporter.section(f"{what} with the most CPU time, in seconds (all: {total.total():.0f})")
+        for name, seconds in total.most_common(shown):
+            terminalreporter.line(f"{seconds:8.1f}  {name}")
 
 
 MANY = 500
@@ -87,7 +110,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow."""
+    """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow.
+
+    Fast tests run first. The fast tests of a file share a worker, and so do the slow ones: what a module's fixture makes
+    is made once.
+    """
     fast = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("fast_cases")
@@ -96,6 +123,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             fast[test] += 1
             if fast[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+    items.sort(key=is_slow)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{'-slow' * is_slow(item)}"))
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 # ---- options and fixtures --------------------------------------------------------------------------------------------
@@ -118,18 +152,32 @@ def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         yield folder
 
 
+def for_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of this run of pytest, which its workers share."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def made_once(folder: Path, write: Callable[[Path], object]) -> Path:
+    """The folder, written by the first worker that asks for it; the others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    done = folder.with_name(f"{folder.name}.done")
+    with FileLock(folder.with_name(f"{folder.name}.lock")):
+        if not done.exists():
+            write(folder)
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny model: `tiny_model("edit-plus")`."""
-    made: dict[str, Path] = {}
+    """The folder of a tiny model, made once for all workers: `tiny_model("edit-plus")`."""
+    root = for_all_workers(tmp_path_factory) / "models"
 
-    def make(variant: str) -> Path:
-        if variant not in made:
-            tool = load_tool("make_tiny_model")
-            made[variant] = tool.make_tiny_model(tmp_path_factory.mktemp("models") / variant, variant)  # type: ignore[attr-defined]
-        return made[variant]
+    def write(folder: Path, variant: str) -> None:
+        load_tool("make_tiny_model").make_tiny_model(folder, variant)  # type: ignore[attr-defined]
 
-    return make
+    return cache(lambda variant: made_once(root / variant, partial(write, variant=variant)))
 
 
 @pytest.fixture
@@ -164,23 +212,23 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Callable[..., Path]:
-    """A read-only cache of the edit pairs, built once per session: `built("edit-plus")`.
+    """A read-only cache of the edit pairs, built once for all workers: `built("edit-plus")`.
 
     With `mixed`, as for "qwen-image-21", there are samples of text to image among them.
     """
-    made: dict[tuple[object, ...], Path] = {}
-    folder = tmp_path_factory.mktemp("source")
-    pairs, table = write_pairs(folder / "data"), write_mixed(folder / "mixed")
+    root = for_all_workers(tmp_path_factory)
+    pairs = made_once(root / "source" / "data", write_pairs)
+    table = made_once(root / "source" / "mixed", write_mixed) / "metadata.jsonl"
 
     def make(variant: str, options: Sequence[str] = (), *, mixed: bool = False) -> Path:
-        key = (variant, mixed, *options)
-        if key not in made:
-            out = tmp_path_factory.mktemp("caches") / "shards"
-            source = table if mixed or variant == "qwen-image-21" else pairs
-            result = build(source, out, tiny_model(variant), *options)
+        source = table if mixed or variant == "qwen-image-21" else pairs
+
+        def write(folder: Path) -> None:
+            result = build(source, folder, tiny_model(variant), *options)
             assert result.code == 0, result.stderr
-            made[key] = out
-        return made[key]
+
+        name = sha256(repr((variant, mixed, *options)).encode()).hexdigest()[:8]
+        return made_once(root / "caches" / name / "shards", write)
 
     return make
 
