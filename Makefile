@@ -5,24 +5,37 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 SPREAD := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # a process takes 2 GB
+OLD := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Config Deprecation:UserWarning'
 SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs a minute
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
 
-.PHONY: help setup demo docs gpu check test test-slow test-lowest clean
+# uv does not read pip's settings
+UV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" .venv/bin/uv pip install --quiet
+
+.PHONY: help setup demo docs gpu check test test-slow test-all test-lowest test-lowest-all dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: .venv/installed  ## create .venv with qwen-cache and qwen-train
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/uv: constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is required: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt uv
 	@touch $@
 
-demo: setup  ## every step on real photographs with a tiny model, on the CPU, in the folder demo/
+.venv/installed: pyproject.toml constraints.txt .venv/uv
+	$(UV) --python $(BIN)/python --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.venv/installed-demo: pyproject.toml constraints.txt .venv/uv
+	@test -e .venv/installed || echo "installing torch, diffusers, transformers and what they need: 1 to 4 GB on the disk, some minutes"
+	@test -e .venv/installed || $(UV) --python $(BIN)/python --constraint constraints.txt --editable '.[all,demo]'
+	@touch $@
+
+demo: .venv/installed-demo  ## every step on real photographs with a tiny model, on the CPU, in the folder demo/
 	@PATH="$(CURDIR)/$(BIN):$$PATH" tools/demo.sh
 
 docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
@@ -30,7 +43,7 @@ docs: .venv/installed-docs  ## the documentation as a site, in the folder site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .venv/installed-docs: .venv/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(UV) --python $(BIN)/python --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 gpu: setup  ## measure this machine's GPU in at most 50 minutes, without a download; the report is in docs/gpu/
@@ -50,16 +63,24 @@ test: setup  ## make check, and the tests that take seconds
 test-slow: setup  ## the tests that take minutes
 	@time $(BIN)/pytest $(SPREAD) -m slow
 
-test-lowest: .venv-lowest/installed  ## the tests that take seconds, with the lowest stated version of each dependency
-	$(LOWEST)/pytest $(SPREAD) -m "not slow" -W ignore::DeprecationWarning -W ignore::FutureWarning \
-		-W 'ignore:Config Deprecation:UserWarning'
+test-all: setup  ## make check, and every test, those that take seconds first
+	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD); }
 
-.venv-lowest/installed: pyproject.toml constraints.txt
+test-lowest: .venv-lowest/installed  ## what uses other libraries, with the lowest stated version of each dependency
+	$(LOWEST)/pytest $(SPREAD) -m "libraries and not slow" $(OLD)
+
+test-lowest-all: .venv-lowest/installed  ## all tests that take seconds, with these versions
+	$(LOWEST)/pytest $(SPREAD) -m "not slow" $(OLD)
+
+.venv-lowest/installed: pyproject.toml constraints.txt .venv/uv
 	$(PYTHON) -m venv .venv-lowest
-	$(LOWEST)/pip install --quiet --constraint constraints.txt uv
-	$(LOWEST)/uv pip install --quiet --python $(LOWEST)/python --resolution lowest-direct --editable '.[dev]'
+	$(UV) --python $(LOWEST)/python --resolution lowest-direct --editable '.[dev]'
 	@touch $@
 
+dist: .venv/uv  ## the wheel and the sdist, checked, in the folder dist/
+	$(BIN)/uv build --quiet
+	$(BIN)/uv tool run twine check --strict dist/*
+
 clean:  ## remove the files of the other targets
-	rm -rf .venv .venv-lowest demo site docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis \
+	rm -rf .venv .venv-lowest demo site dist docs/reference .mypy_cache .pytest_cache .ruff_cache .hypothesis \
 		.simulated-device *.egg-info

@@ -105,15 +105,24 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-# ---- slow tests ------------------------------------------------------------------------------------------------------
+# ---- slow tests, and those for other libraries and systems -----------------------------------------------------------
+
+MARKED = {
+    "libraries": "adapters build caption_command decode doctor ema encode encode_21 encode_text encode_vae export help "
+    "images index latents lora_file optimizers package page predict predict_steps read remote serve settings "
+    "source_kinds sources terminal torch train train_21 transformer ui validation weights",
+    "core": "batch_plan html identity index left_out mapped_index one_sample remembered settings source_editing "
+    "source_kinds source_listing sources system_errors thumbnails verify",
+}
+"""By mark, the files with the tests that concern other versions of libraries, or other operating systems."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow.
 
-    Fast tests run first. The fast tests of a file share a worker, and so do the slow ones: what a module's fixture makes
-    is made once.
+    Fast tests run first. The fast tests of a file share a worker, and so do the slow ones: what a fixture of the module
+    makes is made once.
     """
     fast = Counter[str]()
     for item in items:
@@ -126,6 +135,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=is_slow)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{'-slow' * is_slow(item)}"))
+        for mark, files in MARKED.items():
+            if item.path.stem.removeprefix("test_") in files.split():
+                item.add_marker(mark)
 
 
 def is_slow(item: pytest.Item) -> bool:

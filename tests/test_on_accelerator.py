@@ -57,12 +57,17 @@ WAITS_WITH_TABLE = {"item": 2, "download": 1}
 
 
 def matrix() -> dict[str, dict[str, Any]]:
-    """Every combination of layout, kind of weights, table and offloading that is not refused."""
+    """Every combination of layout, kind of weights, table and offloading that is not refused.
+
+    Of padded rows, which no accelerator has by default, all pairs: table and offloading with plain weights and int8.
+    """
     cases = {}
     for layout, (kind, changes), table, offload in itertools.product(
         ("padded", "packed"), KINDS.items(), ({}, TABLE), ({}, OFFLOAD)
     ):
         if (offload and kind in ("nf4", "full")) or (table and kind in ("full", "float32")):
+            continue
+        if layout == "padded" and (table or offload) and kind not in ("none", "int8"):
             continue
         name = f"{layout} {kind}{' table' * bool(table)}{' offload' * bool(offload)}"
         cases[name] = {"train.layout": layout, **changes, **table, **offload}
@@ -206,16 +211,30 @@ def test_a_build_without_memory_for_a_batch_makes_it_smaller(
 # ---- training --------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def of_the_cpu() -> dict[str, list[float]]:
+    """The losses of runs on the CPU, by their settings."""
+    return {}
+
+
 @pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
 @pytest.mark.parametrize("name", MATRIX)
 def test_two_steps_are_those_of_the_cpu(
-    name: str, matrix_reports: dict[str, Report], deep: Path, built: Callable[..., Path], tmp_path: Path
+    name: str,
+    matrix_reports: dict[str, Report],
+    of_the_cpu: dict[str, list[float]],
+    deep: Path,
+    built: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
-    """4-bit weights have no CPU to compare with: their judge is the unquantised model."""
+    """4-bit weights have no CPU to compare with: their judge is the unquantised model. Offloading changes nothing."""
     report, settings = done(matrix_reports[name]), {**SETTINGS, **MATRIX[name]}
     if "nf4" in name:
         del settings["model.quantization"]
-    cpu = column(Trainer(built("edit-plus"), deep, tmp_path)(settings=settings), "loss")
+    settings.pop("train.offload_blocks", None)
+    if (key := json.dumps(settings)) not in of_the_cpu:
+        of_the_cpu[key] = column(Trainer(built("edit-plus"), deep, tmp_path)(settings=settings), "loss")
+    cpu = of_the_cpu[key]
     bound = 1e-5 if "float32" in name else 0.05 if "nf4" in name else LOSS
     assert report["losses"] == pytest.approx(cpu, rel=bound)
 
