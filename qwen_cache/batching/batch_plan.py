@@ -267,7 +267,7 @@ def index_token_counts(table: pa.Table, where: object) -> IntArray:
 
     FormatError F7 where a sample has none.
     """
-    target, controls = _rows(table, "image_latents", where), _rows(table, "control_latents", where)
+    target, controls = (tensor_rows(table[name], where) for name in ("image_latents", "control_latents"))
     text = table["text_length"].fill_null(0).to_numpy().astype(np.int64)
     if min(target.min(initial=1), text.min(initial=1)) < 1:
         raise IndexFileError("a sample has no tokens", where=where)
@@ -276,13 +276,13 @@ def index_token_counts(table: pa.Table, where: object) -> IntArray:
 
 def index_target_tokens(table: pa.Table, where: object) -> IntArray:
     """Token counts `[N]` of the targets of a cache's samples, from its index."""
-    return _rows(table, "image_latents", where)
+    return tensor_rows(table["image_latents"], where)
 
 
-def _rows(table: pa.Table, tensor: str, where: object) -> IntArray:
-    """The number of rows of a tensor in each sample; 0 where a sample has no such tensor."""
+def tensor_rows(column: pa.ChunkedArray, where: object) -> IntArray:
+    """`[N]`: the rows of a tensor in each sample, from its column of an index; 0 where a sample has no such tensor."""
     try:
-        first_sizes = pc.list_element(pc.struct_field(table[tensor], "shape"), 0)
+        first_sizes = pc.list_element(pc.struct_field(column, "shape"), 0)
         rows: IntArray = pc.fill_null(first_sizes, 0).to_numpy().astype(np.int64)
     except pa.ArrowException as error:
         raise IndexFileError(f"the token counts cannot be read: {error}", where=where) from None

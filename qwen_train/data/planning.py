@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.batching.batch_plan import BatchPlan, row_tokens
+from qwen_cache.batching.batch_plan import BatchPlan, row_tokens, tensor_rows
 from qwen_cache.batching.epoch import BEGIN, Begin, IntArray
 from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, ModelError, TrainError
@@ -72,8 +72,9 @@ def check_text_lengths(samples: Samples) -> None:
     if not samples.has_index:
         return
     family = family_of_recipe(samples.recipe.recipe)
-    images, text = samples.token_counts()
-    beside = images - samples.target_tokens() if family.joint_sequence else LONGEST_SIDE // 2
+    text = samples.column("text_length").fill_null(0).to_numpy().astype(np.int64)
+    controls = tensor_rows(samples.column("control_latents"), samples.folder)
+    beside = controls if family.joint_sequence else LONGEST_SIDE // 2
     found = []
     for position in np.flatnonzero(text + beside >= family.rope_positions):  # no side has more tokens than its image
         row = samples.row(int(position))
