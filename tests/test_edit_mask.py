@@ -19,7 +19,7 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.edit_mask import EditMasks
+from qwen_cache.encode.edit_mask import EditMasks, token_coverage
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.masks import MaskMaker
 from qwen_cache.encode.plan import PlannedSample
@@ -166,6 +166,27 @@ def test_large_images_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> 
     expected = torch.zeros(48, 64)
     expected[20:40, 16:32] = 1
     assert ((mask.coverage.view(48, 64) > 0.5) != (expected > 0.5)).sum() <= 8
+
+
+@pytest.mark.parametrize(
+    ("mask", "crop", "seen"),
+    [
+        ((80, 48), False, (slice(None), slice(None))),
+        ((160, 96), False, (slice(None), slice(None))),
+        ((160, 48), True, (slice(None), slice(40, 120))),
+        ((80, 96), True, (slice(24, 72), slice(None))),
+    ],
+    ids=["its own size", "twice as large", "wider", "higher"],
+)
+def test_coverage_is_the_mean_of_each_cell(mask: tuple[int, int], crop: bool, seen: tuple[slice, slice]) -> None:
+    """Of a random mask; what its shape has more than the target's is cut off evenly."""
+    pixels = 255 * np.random.default_rng(0).integers(0, 2, mask[::-1], dtype=np.uint8)
+    cells = pixels[seen] / 255
+    height, width = cells.shape[0] // 3, cells.shape[1] // 5
+    expected = cells.reshape(3, height, 5, width).mean((1, 3))
+    found = token_coverage(Image.fromarray(pixels), (80, 48), crop)
+    assert (found.dtype, found.shape) == (np.float32, (15,))
+    assert np.abs(found.reshape(3, 5) - expected).max() < 1.1 / 255, "rounded once in each direction"
 
 
 def test_by_default_nothing_of_this_is_in_the_recipe(cache: Callable[..., Cache]) -> None:

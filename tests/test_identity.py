@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qwen_cache.encode import builder, recipe
 from qwen_cache.encode.plan import BuildPlan
-from qwen_cache.format.identity import Inputs, canonical_json, dataset_identity, recipe_id, sample_key
+from qwen_cache.format.identity import Inputs, Phrase, canonical_json, dataset_identity, recipe_id, sample_key
 from qwen_cache.format.update import read_existing
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.settings.load import load_config
@@ -29,22 +29,27 @@ prompts = (
     st.sampled_from(["", "é", "e\u0301", "0" * 32, "null", '","recipe":"', "a cat", "a cat ", "A cat"]) | st.text()
 )
 shapes = st.lists(st.sampled_from([(1, 2, 4), (1, 4, 2), (1, 12, 4)]), min_size=1, max_size=2).map(tuple)
-identities = st.tuples(hashes, hashes, st.lists(hashes, max_size=3).map(tuple), st.none() | hashes, prompts, shapes)
-Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[tuple[int, int, int], ...]]
-ONE = ((1, 2, 4),)
+phrases = st.sampled_from([(), ((0, 1),), ((0, 2),), ((0, 1), (2, 3))])
+seeds = st.none() | st.sampled_from([0, 1])
+controls_of = st.lists(hashes, max_size=3).map(tuple)
+identities = st.tuples(hashes, hashes, controls_of, st.none() | hashes, prompts, shapes, phrases, seeds)
+Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[tuple[int, int, int], ...], Phrase, int | None]
+ONE = ((1, 2, 4),), (), None
 
 
 def key_of(identity: Identity) -> str:
-    recipe, target, controls, mask, prompt, img_shapes = identity
-    return sample_key(recipe, Inputs(target, controls, mask), prompt, img_shapes)
+    recipe, target, controls, mask, prompt, img_shapes, phrase, seed = identity
+    return sample_key(recipe, Inputs(target, controls, mask, seed), prompt, img_shapes, phrase)
 
 
 @given(identities, identities)
 @example(  # a control is no mask
-    ("0" * 32, "1" * 32, ("2" * 32,), None, "a", ONE), ("0" * 32, "1" * 32, (), "2" * 32, "a", ONE)
+    ("0" * 32, "1" * 32, ("2" * 32,), None, "a", *ONE), ("0" * 32, "1" * 32, (), "2" * 32, "a", *ONE)
 )
-@example(("0" * 32, "1" * 32, (), None, "é", ONE), ("0" * 32, "1" * 32, (), None, "e\u0301", ONE))  # other tokens
-@example(("0" * 32, "1" * 32, (), None, "a", ONE), ("0" * 32, "1" * 32, (), None, "a", ((1, 4, 2),)))  # lying, standing
+@example(("0" * 32, "1" * 32, (), None, "é", *ONE), ("0" * 32, "1" * 32, (), None, "e\u0301", *ONE))  # other tokens
+@example(  # lying, standing
+    ("0" * 32, "1" * 32, (), None, "a", *ONE), ("0" * 32, "1" * 32, (), None, "a", ((1, 4, 2),), *ONE[1:])
+)
 def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity) -> None:
     assert (key_of(one) == key_of(two)) == (one == two)
 
@@ -52,7 +57,7 @@ def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity
 @given(identities, st.data())
 def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject) -> None:
     """Two independent examples would seldom differ in only one place."""
-    place = data.draw(st.integers(0, 5))
+    place = data.draw(st.integers(0, 7))
     other = data.draw(identities)
     two = (*one[:place], other[place], *one[place + 1 :])
     assert (key_of(one) == key_of(two)) == (one[place] == other[place])  # type: ignore[arg-type]
@@ -60,7 +65,7 @@ def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject
 
 @given(st.permutations(["0" * 32, "1" * 32, "2" * 32]))
 def test_the_order_of_controls_is_part_of_the_key(controls: list[str]) -> None:
-    first = ("0" * 32, "0" * 32, ("0" * 32, "1" * 32, "2" * 32), None, "a cat", ONE)
+    first = ("0" * 32, "0" * 32, ("0" * 32, "1" * 32, "2" * 32), None, "a cat", *ONE)
     assert (key_of((*first[:2], tuple(controls), *first[3:])) == key_of(first)) == (controls == sorted(controls))
 
 

@@ -318,27 +318,61 @@ def test_a_shard_that_gc_removed_meanwhile_is_not_called_damaged(tmp_path: Path)
     )
 
 
-@pytest.mark.slow
-def test_a_reader_beside_a_loop_of_commits_never_sees_an_error(tmp_path: Path) -> None:
-    """Two datasets in turn: every pass reads one of them, whole. `verify` may list shards that a commit moves in."""
-    cache, one, two = tmp_path / "cache", tmp_path / "one", tmp_path / "two"
+@pytest.fixture
+def one_and_two(tmp_path: Path) -> tuple[Path, Path]:
+    """Two datasets of six and three samples, without a common shard."""
     made = [examples.make(f"sample {i}", f"edit {i}", (1, 1), (1, 2)) for i in range(6)]
-    examples.write_cache(one, 2, made, 1)
-    examples.write_cache(two, 2, made[3:], 1 << 20)
-    shutil.copytree(one, cache)
-    expected = {len(open_cache(folder)): values(folder) for folder in (one, two)}
+    examples.write_cache(tmp_path / "one", 2, made, 1)
+    examples.write_cache(tmp_path / "two", 2, made[3:], 1 << 20)
+    return tmp_path / "one", tmp_path / "two"
+
+
+def commit_all_of(source: Path, cache: Path) -> None:
+    """Commit the dataset of `source` to `cache`, in place of what is there."""
+    manifest, index = directory.load(source)
+    with directory.writing(cache):
+        staged = cache / directory.STAGING / "build"
+        staged.mkdir(parents=True, exist_ok=True)
+        for shard in manifest.shards:
+            shutil.copy(source / shard.name, staged)
+        directory.commit(cache, manifest, index, [staged / shard.name for shard in manifest.shards])
+
+
+def test_after_each_step_of_a_commit_one_dataset_is_whole(
+    one_and_two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When cache.json is written, all that it names is there: three samples in place of six."""
+    one, two = one_and_two
+    cache, seen = Path(shutil.copytree(one, tmp_path / "cache")), []
+    expected = {len(open_cache(folder)): values(folder) for folder in one_and_two}
+
+    def watched(step: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            step(*arguments)
+            found = values(cache)
+            assert found == expected[len(found)]
+            seen.append((step.__name__, len(found)))
+
+        return call
+
+    for step in (directory.move, directory.write_durably, directory.replace):
+        monkeypatch.setattr(directory, step.__name__, watched(step))
+    commit_all_of(two, cache)
+    assert seen == [("move", 6), ("write_durably", 6), ("write_durably", 3), ("replace", 3)]
+
+
+@pytest.mark.slow
+def test_a_reader_beside_a_loop_of_commits_never_sees_an_error(one_and_two: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two datasets in turn: every pass reads one of them, whole. `verify` may list shards that a commit moves in."""
+    one, two = one_and_two
+    cache = Path(shutil.copytree(one, tmp_path / "cache"))
+    expected = {len(open_cache(folder)): values(folder) for folder in one_and_two}
     stop, passes = threading.Event(), 0
 
     def write() -> None:
         while not stop.is_set():
             for source in (two, one):
-                manifest, index = directory.load(source)
-                with directory.writing(cache):
-                    staged = cache / directory.STAGING / "loop"
-                    staged.mkdir(parents=True, exist_ok=True)
-                    for shard in manifest.shards:
-                        shutil.copy(source / shard.name, staged)
-                    directory.commit(cache, manifest, index, [staged / shard.name for shard in manifest.shards])
+                commit_all_of(source, cache)
 
     writer = threading.Thread(target=write)
     writer.start()

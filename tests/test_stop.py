@@ -111,7 +111,7 @@ def test_a_step_without_a_usable_batch_is_made_of_the_next_ones(
     assert column(out, "skipped_batches") == ([0, 1, 0] if how is nan else [0, 0, 0])
 
 
-@pytest.mark.slow
+@pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_the_step_is_the_mean_over_the_samples_that_are_left(
     train: Trainer, monkeypatch: pytest.MonkeyPatch, skipped: int
