@@ -250,6 +250,22 @@ def test_a_batch_is_a_pure_function_of_how_many_samples_came_before(case: Case) 
         assert first != samples_of(other, epochs(other, 1)[0])
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"batch_size": 2}, [[6, 8], [4, 9], [3, 7], [0, 5], [1, 2], [1, 6], [3, 2], [4, 9], [0, 8], [7, 5]]),
+        ({"max_tokens": 90}, [[8], [4, 9, 6], [5], [1, 3], [0], [7, 2], [1, 6, 3], [2, 0], [5], [9, 4]]),
+    ],
+)
+def test_a_seed_gives_the_batches_that_it_always_gave(settings: dict[str, Any], expected: list[list[int]]) -> None:
+    """Or a run that was begun by an earlier version would be continued with other samples."""
+    tokens = np.array([[40, 10, 30, 20, 10, 50, 20, 30, 40, 10], [3, 5, 1, 4, 2, 3, 5, 1, 2, 4]])
+    plan, found = BatchPlan(tokens, TrainConfig(**settings, seed=5)), list[list[int]]()
+    while len(found) < len(expected):
+        found.append(plan.batch(sum(map(len, found))))
+    assert [samples_of(plan, [batch]) for batch in found] == expected
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 

@@ -237,6 +237,17 @@ def test_another_seed_changes_order_noise_level_and_dropout(cache: Cache) -> Non
         assert not torch.equal(a.draws[0].noise[:4], b.draws[0].noise[:4])
 
 
+def test_a_seed_gives_the_draws_that_it_always_gave(cache: Cache) -> None:
+    """Or a run that was begun by an earlier version would be continued with other noise."""
+    stream = batches(cache, seed=5, caption_dropout=0.5, timestep_shift=3.0)  # so that no level depends on a size
+    found = [(noised.without_caption, noised.draws[0]) for noised in map(stream.sample_noise, range(6))]
+    assert [without_caption for without_caption, _ in found] == [False, False, True, True, False, False]
+    sigmas = [0.629324, 0.624315, 0.94562, 0.82351, 0.701549, 0.699182]
+    assert [draw.sigma for _, draw in found] == pytest.approx(sigmas, abs=1e-6)
+    noise = [-1.12684, -0.40452, 0.12448, -2.03648, -0.92821, 0.2688]  # processors give different last digits
+    assert [float(draw.noise[0, 0]) for _, draw in found] == pytest.approx(noise, abs=1e-4)
+
+
 def test_noise_is_normal_and_never_sampled_twice(cache: Cache) -> None:
     noised = [batches(cache).sample_noise(position).draws[0].noise for position in range(40)]
     assert len({tuple(noise[0].tolist()) for noise in noised}) == len(noised)
@@ -529,6 +540,12 @@ def test_other_samples_do_not_change_which_are_held_out() -> None:
     training, validation = split(targets, 0.02)
     assert sorted([*training, *validation]) == list(range(4000))
     assert set(validation) < set(split(targets, 0.1)[1]), "a larger part takes those of the smaller one, too"
+
+
+def test_the_same_targets_are_held_out_as_always() -> None:
+    """Or a run that was begun by an earlier version would be continued on what it is measured by."""
+    held_out = [split([f"{i:032x}" for i in range(40)], share)[1].tolist() for share in (0.1, 0.3)]
+    assert held_out == [[2, 6, 26, 30], [2, 6, 17, 18, 25, 26, 29, 30, 33, 38, 39]]
 
 
 def test_all_samples_of_a_target_are_on_the_same_side(built: Built) -> None:

@@ -10,24 +10,31 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from errno import EINVAL
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pytest
 import s3fs
+from botocore.exceptions import ClientError
 
 from qwen_cache import open_cache
 from qwen_cache.cli import gc as cli_gc
+from qwen_cache.errors import QwenCacheError
 from qwen_cache.format import directory
 from qwen_cache.format import remote as format_remote
-from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
+from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
+from qwen_cache.format.remote import UPLOADS, WAITING, Uploads
 from qwen_cache.format.shards import RemoteShards
 from qwen_cache.storage import s3_store
 from qwen_cache.storage import url as remote
+from qwen_cache.storage.s3_store import S3Store
 from qwen_cache.storage.store import Listing
 from qwen_cache.storage.url import Url
 
@@ -75,18 +82,31 @@ def content(place: object) -> dict[str, dict[str, str]]:
     return {row.meta.key: {name: spec.xxh3_128 for name, spec in row.meta.tensors.items()} for row in rows}
 
 
+def written_in_order(requests: list[str], url: str) -> None:
+    """Each shard after its part, the index after all shards, then cache.json, then the copy of the index."""
+    top = f"put_object {url.removeprefix(f's3://{BUCKET}/')}/"
+    put = [name.removeprefix(top) for name in requests if name.startswith(top) and "qwen.yaml" not in name]
+    shards = {name.removesuffix(".tar"): place for place, name in enumerate(put) if name.endswith(".tar")}
+    parts = {Path(name).stem: place for place, name in enumerate(put) if name.startswith(".staging/")}
+    assert parts.keys() == shards.keys() > set()
+    assert all(parts[shard] < place for shard, place in shards.items())
+    index = f"index-{open_cache(url).manifest.index.xxh3_128}.parquet"
+    assert put[-3:] == [index, MANIFEST_NAME, "index.parquet"]
+
+
 def valid(url: str) -> None:
     checked = run("qwen-cache", "verify", url)
     assert checked.code == 0, checked.stdout + checked.stderr
 
 
 def test_a_build_into_a_bucket(
-    url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], tmp_path: Path, home: Path
+    url: str, pairs: Path, tiny_model: Any, fast: list[FakeLanes], tmp_path: Path, home: Path, requests: Requests
 ) -> None:
     """Equal to one into a folder, byte for byte; the second one does nothing; a changed source adds what is new."""
     model = tiny_model("edit-plus")
     result = build(pairs, url, model)
     assert result.code == 0, result.stderr
+    written_in_order(requests.names, url)
     assert build(pairs, tmp_path / "shards", model).code == 0
     theirs = {path.name: path.stat().st_size for path in (tmp_path / "shards").iterdir() if path.is_file()}
     index = open_cache(url).manifest.index.xxh3_128
@@ -268,6 +288,69 @@ def test_a_fault_at_every_request_is_not_noticed(
     requests.fault = None
     valid(url)
     assert content(url) == content(expected)
+
+
+def bad_digest() -> Exception:
+    """s3fs's error for a body that did not arrive whole."""
+    error = OSError(EINVAL, "The Content-MD5 you specified did not match what we received.")
+    error.__cause__ = ClientError({"Error": {"Code": "BadDigest"}}, "PutObject")
+    return error
+
+
+@pytest.mark.parametrize("fault", [(FAULTS["reset"], True), (bad_digest(), False)], ids=["reset", "bad digest"])
+def test_a_fault_at_every_request_of_an_upload_by_parts_is_not_noticed(
+    fault: tuple[Exception, bool],
+    url: str,
+    s3: object,
+    requests: Requests,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)
+    large, data = Url(url) / "large.tar", bytes(range(256)) * 22_000
+    (tmp_path / "large.tar").write_bytes(data)
+    requests.fault = fault
+    S3Store().put_file(large, tmp_path / "large.tar", {Url(url) / "part": b"first"}, Event())
+    requests.fault = None
+    calls = {"put_object": 2, "create_multipart_upload": 2, "upload_part": 4, "complete_multipart_upload": 2}
+    assert Counter(name.partition(" ")[0] for name in requests.names) == calls
+    assert large.read_bytes() == data
+
+
+def test_a_lost_answer_to_the_end_of_an_upload_is_told_from_a_lost_upload(
+    url: str, s3: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another attempt finds no upload in both cases, but the file only in one."""
+
+    def no_such_upload(*_: Any, **options: Any) -> None:
+        raise FileNotFoundError
+
+    S3Store().put(file := Url(url) / "large.tar", b"12345")
+    monkeypatch.setattr(s3_store, "_call", no_such_upload)
+    s3_store._complete(file, "upload", [], 5)
+    for other, size in ((file, 6), (Url(url) / "none.tar", 5)):
+        with pytest.raises(FileNotFoundError):
+            s3_store._complete(other, "upload", [], size)
+
+
+@pytest.mark.parametrize("later", ["add", "wait"])
+def test_an_upload_that_fails_ends_the_build(later: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the next shards are sealed, or at the end."""
+
+    def put_shard(*_: Any) -> None:
+        raise QwenCacheError("writing is refused")
+
+    monkeypatch.setattr(format_remote, "put_shard", put_shard)
+    uploads, stored = Uploads(Url("s3://bucket/shards"), "build", 2, Listing({}, 0)), (Shard("0.tar", 0, 0), [])
+
+    def add_all() -> None:
+        for _ in range(UPLOADS + WAITING + 1):
+            uploads.add(None, stored)
+
+    uploads.add(None, stored)
+    with pytest.raises(QwenCacheError, match="writing is refused"):
+        (uploads.wait if later == "wait" else add_all)()
+    uploads.stop()
 
 
 # ---- two builders ----------------------------------------------------------------------------------------------------

@@ -456,6 +456,63 @@ def test_an_address_of_no_server_is_refused(address: str) -> None:
         Client("http://me:secret@x", token="a token")
 
 
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How long clients would wait between requests, in seconds; they do not."""
+    waited: list[float] = []
+    monkeypatch.setattr(Client, "_pause", lambda _, seconds: waited.append(seconds))
+    return waited
+
+
+BUSY = {"error": "busy"}
+
+
+def fetched(*answers: Answer) -> list[str]:
+    """The methods of the requests that fetch a sample, which the server sends after these answers."""
+    server = Encoders()
+    server.answers[f"GET {SAMPLES}"] = itertools.chain(answers, [as_json(server.file)])
+    with serving(server), Client(server.url) as client:
+        assert client.fetch(server.key, lambda: ({"prompt": "make it red"}, [])).key == server.key
+    return [each.partition(" ")[0] for each in server.asked if SAMPLES in each]
+
+
+@pytest.mark.parametrize("status", [202, 429, 502, 503, 504])
+def test_a_busy_server_is_asked_again(status: int, pauses: list[float]) -> None:
+    assert fetched(*[as_json(BUSY, status)] * 3) == ["GET"] * 4
+    assert len(pauses) == 3
+
+
+@pytest.mark.parametrize("status", [400, 403, 500])
+def test_a_server_that_refuses_is_not_asked_again(status: int, pauses: list[float]) -> None:
+    with pytest.raises(QwenCacheError, match=rf"the server refuses a request \(found status {status}: busy\)"):
+        fetched(as_json(BUSY, status))
+    assert pauses == []
+
+
+def test_pauses_double_up_to_ten_seconds_and_a_server_may_ask_for_as_long(pauses: list[float]) -> None:
+    fetched(*(as_json(BUSY, 503, **{"Retry-After": seconds}) for seconds in ("5", "0", "0", "60", "0", "0", "0")))
+    assert pauses == [5, 0.8, 1.6, 10, 6.4, 10, 10]
+
+
+def test_a_row_whose_sample_the_server_has_dropped_is_sent_again(pauses: list[float]) -> None:
+    unknown = as_json({"error": "unknown"}, 404)
+    assert fetched(unknown, unknown) == ["GET", "POST", "GET", "POST", "GET"]
+    with pytest.raises(QwenCacheError, match="the server does not have this sample"):
+        fetched(*[unknown] * 10)
+
+
+def test_another_key_for_a_row_is_refused() -> None:
+    other = as_json({"samples": [{"key": "0" * 32}]}, 202)
+    unknown = as_json({"error": "unknown"}, 404)
+    with (
+        serving(Encoders(**{f"POST {SAMPLES}": other, f"GET {SAMPLES}": unknown})) as server,
+        Client(server.url) as one,
+    ):
+        says = rf"another key for this row \(expected {server.key}, found {'0' * 32}\)"
+        with pytest.raises(QwenCacheError, match=says):
+            one.fetch(server.key, lambda: ({"prompt": "make it red"}, []))
+
+
 FULL = {"error": "No space left on device\x1b[2J", "do": "wait", "code": "storage_full"}
 
 

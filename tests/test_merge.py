@@ -15,6 +15,7 @@ from qwen_cache import open_cache
 from .support.caches import build, contents
 from .support.commands import Result, run
 from .support.crash import Crash, crash_after
+from .support.fake_lanes import FakeLanes
 
 Built = Callable[..., Path]
 SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
@@ -63,6 +64,33 @@ def test_merging_again_changes_nothing_and_adding_keeps_existing_samples(
     assert merge(out, parts[1]).code == 0
     assert [sample.name for sample in open_cache(out)] == ["cat", "china", "cup", "flower"]
     assert before.keys() - {"cache.json", "index.parquet"} <= contents(out).keys()
+
+
+def test_of_one_key_the_first_cache_wins_and_the_target_before_all(
+    pairs: Path,
+    tmp_path: Path,
+    tiny_model: Callable[[str], Path],
+    fast: list[FakeLanes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other processors give other digits under one key."""
+    places, noise = (tmp_path / "one", tmp_path / "two"), FakeLanes._noise
+    for place in places:
+        monkeypatch.setattr(
+            FakeLanes, "_noise", staticmethod(lambda seed, shape, by=place.name: noise(seed + by, shape))
+        )
+        assert build(pairs, place, tiny_model("edit-plus")).code == 0
+    one, two = (shards_of(place) for place in places)
+    for first, second, expected in ((places[0], places[1], one), (places[1], places[0], two)):
+        out = tmp_path / f"{first.name} first"
+        assert merge(out, first, second).code == 0
+        assert merge(out, second).code == 0
+        assert shards_of(out) == expected
+    assert not one & two
+
+
+def shards_of(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*.tar")}
 
 
 def test_whole_shards_are_linked_and_not_copied(whole: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import accelerate.tracking
 import pytest
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from accelerate.utils import LoggerType
@@ -21,7 +22,7 @@ from qwen_cache.errors import TrainError
 from qwen_cache.settings.train import LoggingConfig
 from qwen_train import preflight
 from qwen_train import train as training
-from qwen_train.metrics import MetricsLog, read_metrics
+from qwen_train.metrics import MetricsLog, StepStats, read_metrics
 from qwen_train.run_folder import METRICS_NAME, TIMES
 
 from .support.commands import refused
@@ -114,6 +115,14 @@ def test_speeds_count_the_tokens_and_samples_of_the_step(train: Trainer, monkeyp
     assert column(out, "tokens_per_second") == pytest.approx([tokens / looks] * 3)
     assert column(out, "samples_per_second") == pytest.approx([4 / looks] * 3)
     assert column(out, "data_wait") == pytest.approx([2 / looks] * 3)
+
+
+def test_the_sums_of_a_step_are_those_of_all_processes() -> None:
+    """The time that they waited is a mean; samples that messages name, and skipped batches, stay those of each."""
+    other = torch.tensor([2.0, 0.5, 30, 3.0], dtype=torch.float64)
+    accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda mine: mine + other)
+    found = StepStats(1.0, 1.5, 10, 1.0, ["a"], 1).reduced(accelerator)
+    assert found == StepStats(3.0, 2.0, 40, 2.0, ["a"], 1)
 
 
 def test_the_progress_line_says_the_same_in_80_columns(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:

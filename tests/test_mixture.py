@@ -99,6 +99,15 @@ def test_alternatives_of_an_image_take_turns_as_often_as_they_are_listed(weight:
     assert max(times) - min(times) <= 1
 
 
+def test_a_seed_gives_the_epochs_that_it_always_gave() -> None:
+    parts = [MixturePart(np.arange(4), 1.5), MixturePart(np.arange(4, 10), 1.0, np.array([0, 2, 5]))]
+    assert [Epochs(parts, 5).order(epoch).tolist() for epoch in range(3)] == [
+        [1, 9, 7, 2, 3, 4, 0, 2, 1],
+        [5, 3, 1, 8, 0, 9, 3, 2, 0],
+        [1, 3, 2, 0, 6, 9, 4, 2, 1],
+    ]
+
+
 def test_repeats_are_different_positions_so_they_have_noise_of_their_own() -> None:
     plan = BatchPlan(np.full((2, 3), 9), TrainConfig(batch_size=2), parts=[MixturePart(np.arange(3), 2.0)])
     positions, done = [], 0

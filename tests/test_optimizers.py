@@ -8,12 +8,15 @@ from typing import Any
 import bitsandbytes
 import pytest
 import torch
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
 from qwen_train.optimizer_names import check_optimizer
 from qwen_train.optimizers import make_optimizer, optimizer_class
+
+from .support.ranks import second_of_two
 
 
 def config(name: str, **settings: Any) -> Config:
@@ -97,6 +100,15 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
             refuse(config(name))
         assert f"the optimizer {name} cannot be imported" in str(refusal.value)
         assert str(refusal.value).endswith(f"→ {install_command(extra)}")
+
+
+@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "torch.optim.Muon"])
+def test_one_that_needs_whole_weights_is_refused_for_parts_of_them(name: str) -> None:
+    with second_of_two() as mesh:
+        part = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)], src_data_rank=None))
+        with pytest.raises(ConfigError, match=f"{name} cannot be used with train.fsdp"):
+            make_optimizer(config(name), [part])
+        make_optimizer(config("adamw"), [part])
 
 
 @pytest.mark.parametrize(

@@ -15,26 +15,32 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from qwen_cache.errors import TrainError
+from qwen_cache.settings.load import load_config
 from qwen_cache.storage import durable
 from qwen_cache.storage.checksums import write_checksums
 from qwen_cache.storage.durable import LockHeldError, locked
-from qwen_train import checkpoint, preflight, weights
+from qwen_train import checkpoint, preflight, prepare, weights
 from qwen_train import train as training
 from qwen_train.launch import Launch
+from qwen_train.model.sharding import assign
 from qwen_train.run_folder import only_run
 
 from .support.commands import refused
 from .support.crash import Crash
 from .support.marks import slow
+from .support.ranks import second_of_two
 from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, metrics, run_training, written
 
 STEPS = 4
@@ -107,6 +113,49 @@ def test_the_ways_are_different(uninterrupted: Callable[[str], dict[str, object]
     """Or the test above would say nothing of some."""
     losses = [tuple(uninterrupted(way)["loss"]) for way in WAYS if way != "prodigy"]  # type: ignore[arg-type]
     assert len(set(losses)) == len(losses)
+
+
+def test_each_process_draws_its_own_dropout_also_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the states in the checkpoint, or with new ones for another number of processes."""
+    run: Any = SimpleNamespace(fixed={"seed": 0}, consumed_samples=5)
+
+    def begun(rank: int) -> torch.Tensor:
+        monkeypatch.setattr("accelerate.utils.random.AcceleratorState", lambda: SimpleNamespace(process_index=rank))
+        accelerator: Any = SimpleNamespace(prepare_optimizer=lambda optimizer: SimpleNamespace(train=lambda: None))
+        prepare.start_run(load_config(None), torch.nn.Linear(1, 1), accelerator, {})
+        return torch.get_rng_state()
+
+    def resumed(rank: int, processes: int) -> torch.Tensor:
+        here = SimpleNamespace(num_processes=processes, process_index=rank)
+        monkeypatch.setattr(checkpoint, "PartialState", lambda: here)
+        checkpoint._set_random_state([{"cpu": state} for state in states], run)
+        return torch.get_rng_state()
+
+    with torch.random.fork_rng():
+        states = [begun(rank) for rank in range(2)]
+        assert not torch.equal(*states)
+        assert all(torch.equal(resumed(rank, 2), states[rank]) for rank in range(2))
+        three = [resumed(rank, 3) for rank in range(3)]
+        run.consumed_samples = 50
+        three.append(resumed(0, 3))
+    assert len({state.numpy().tobytes() for state in (*states, *three)}) == 6
+
+
+def test_a_process_restores_its_part_of_weights_and_moments() -> None:
+    """Those that a checkpoint has are whole."""
+    weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
+    whole = torch.optim.AdamW([weight], lr=0.1)
+    weight.square().sum().backward()
+    whole.step()
+    with second_of_two() as mesh:
+        part = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)], src_data_rank=None))
+        optimizer = torch.optim.AdamW([part])
+        assign(part, weight.detach())
+        checkpoint._load_optimizer(optimizer, deepcopy(whole.state_dict()))
+        found, expected = optimizer.state[part], whole.state[weight]
+        assert torch.equal(part.to_local(), weight[2:])  # type: ignore[attr-defined]
+        assert all(torch.equal(found[name].to_local(), expected[name][2:]) for name in ("exp_avg", "exp_avg_sq"))
+        assert found["step"] == 1
 
 
 @pytest.mark.fast_cases(1)

@@ -10,16 +10,18 @@ import math
 import os
 import signal
 from collections.abc import Callable, Generator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qwen_train import checkpoint
+from qwen_cache.errors import TrainError
+from qwen_train import checkpoint, processes
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.nonfinite import MAX_CONSECUTIVE
+from qwen_train.nonfinite import MAX_CONSECUTIVE, NonFiniteGuard
 from qwen_train.signals import Signals
 
 from .support.commands import refused
@@ -148,7 +150,55 @@ def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPa
     assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1, 2]
 
 
+def test_skips_in_a_row_are_counted_from_the_last_step_that_was_taken() -> None:
+    guard, alone = NonFiniteGuard(skip=True), SimpleNamespace(num_processes=1)
+    for value in (math.nan, math.inf, -math.inf):
+        assert all(guard.skips(alone, "the loss", value, ["a"]) for _ in range(MAX_CONSECUTIVE - 1))
+        assert not guard.skips(alone, "the loss", 1.0, ["a"])
+    assert all(guard.skips(alone, "the loss", math.nan, ["a"]) for _ in range(MAX_CONSECUTIVE - 1))
+    with pytest.raises(TrainError, match=f"the loss is not a number, for the {MAX_CONSECUTIVE}th time in a row"):
+        guard.skips(alone, "the loss", math.nan, ["a"])
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_the_other", [False, True])
+def test_what_one_process_cannot_use_both_skip(in_the_other: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one that knows the samples names them."""
+    guard = NonFiniteGuard(skip=True)
+    accelerator = SimpleNamespace(num_processes=2, device="cpu", reduce=lambda mine: mine + float(in_the_other))
+    assert guard.skips(accelerator, "the loss", 1.0, ["a"]) is in_the_other
+    assert not capsys.readouterr().err
+    assert guard.skips(accelerator, "the loss", math.nan, ["a"])
+    assert "skipped: the loss is nan for the samples a" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("errors", "told"),
+    [
+        ([None, None], [None, None]),
+        ([None, "mine"], ["another process has ended", "mine"]),
+        (["ours", "ours"], ["ours", "another process has ended"]),
+        (["one", "two"], ["one", "two"]),
+    ],
+)
+def test_an_error_of_one_process_ends_all_and_is_told_once(
+    errors: list[str | None], told: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(processes, "all_gather_object", lambda _: [each and f"ValueError: {each}" for each in errors])
+    for rank, error in enumerate(errors):
+        monkeypatch.setattr(processes.dist, "get_rank", lambda rank=rank: rank)
+        found = None
+        try:
+            with processes.together():
+                if error:
+                    raise ValueError(error)
+        except (ValueError, processes.EndedElsewhereError) as raised:
+            found = str(raised)
+        assert found == told[rank]
+
 
 ONE_IS_DISTURBED = """
 import itertools, math, os, signal

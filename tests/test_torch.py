@@ -170,8 +170,12 @@ def test_dropped_captions_are_the_empty_prompt_of_the_same_images(cache: Path) -
     found = batches(cache, len(items), caption_dropout=1.0)
     for batch in found:
         assert torch.equal(batch["prompt_embeds"][0], items[batch["keys"][0]]["empty_prompt_embeds"])
-    half = [batch["prompt_embeds"].shape for batch in batches(cache, 40, caption_dropout=0.5)]
-    assert 0 < sum(a == b["prompt_embeds"].shape for a, b in zip(half, 10 * found, strict=False)) < 40
+    half = CacheBatches(cache, caption_dropout=0.5, seed=5, epochs=6)
+    empty = {batch["keys"][0]: batch["prompt_embeds"].shape for batch in found}
+    dropped = [batch["prompt_embeds"].shape == empty[batch["keys"][0]] for batch in half]
+    positions = [half.plan.batch(number)[0] for number in range(24)]
+    always = [1, 2, 3, 4, 5, 7, 8, 10, 11, 12, 14, 15, 17, 18]  # so that a loader of an earlier version is continued
+    assert sorted(position for position, each in zip(positions, dropped, strict=True) if each) == always
 
 
 class Numbered(Dataset[Item]):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from qwen_train.data.batches import NoisedSample
 
 from .support.commands import refused
 from .support.judge import stock_pipeline
+from .support.paths import ROOT
 from .support.photographs import photograph
 from .support.runs import EVERYTHING_RANDOM, SMALL, Trainer, by_two, column, differences, metrics, outcome
 
@@ -85,6 +88,16 @@ def test_each_sample_has_a_level_in_each_quarter_and_noise_of_its_own(train: Tra
     noises = [item.draws[0].noise[:4] for levels in noised for item in levels]
     assert all(not torch.equal(a, b) for i, a in enumerate(noises) for b in noises[:i])
     assert 0.9 < float(torch.cat([item.draws[0].noise for levels in noised for item in levels]).std()) < 1.1
+
+
+def test_a_sample_has_the_levels_and_noise_that_it_always_had() -> None:
+    """Or losses could not be compared with those of earlier versions, nor images."""
+    sample = open_cache(ROOT / "schemas" / "examples" / "valid" / "cache.v2")[0]
+    draws = [noised.draws[0] for noised in validation.noised_samples(sample)]
+    assert [draw.sigma for draw in draws] == pytest.approx([0.04407, 0.29407, 0.54407, 0.79407], abs=1e-6)
+    image = validation.noise(sample, validation.generator_of(sample, "image"))
+    noise = [0.24393, 0.06613, -1.16073, 0.29183, -1.77157]
+    assert [float(each[0, 0]) for each in (*(draw.noise for draw in draws), image)] == pytest.approx(noise, abs=1e-4)
 
 
 def test_training_is_the_same_with_and_without(train: Trainer) -> None:
@@ -212,6 +225,28 @@ def test_cached_targets_and_controls_are_stored_beside_the_images(train: Trainer
 
 
 # ---- several processes -----------------------------------------------------------------------------------------------
+
+
+def test_processes_share_the_samples_and_measure_as_many(train: Trainer) -> None:
+    """Of an odd number one is measured twice and counted once."""
+    batches = train.batches(settings=MEASURED)
+    measured = validation.make_validation(train.config(settings=MEASURED), batches)
+    assert measured is not None
+    measured = replace(measured, samples=tuple(open_cache(train.cache))[:3])
+    counts = []
+
+    def losses(rank: int, processes: int) -> dict[str, float]:
+        accelerator = SimpleNamespace(
+            num_processes=processes, process_index=rank, device="cpu", reduce=lambda sums: sums
+        )
+        levels = list[float]()
+        found = measured.losses(lambda batch: levels.append(float(batch.sigma[0])) or batch.sigma[0], accelerator)
+        counts.append(len(levels))
+        return found
+
+    one, first, second = losses(0, 1), losses(0, 2), losses(1, 2)
+    assert counts == [12, 8, 8]
+    assert {name: first[name] + second[name] for name in one} == pytest.approx(one)
 
 
 @pytest.mark.slow
