@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,10 +24,12 @@ from hypothesis import settings
 
 from .support.caches import build
 from .support.paths import load_tool
+from .support.processes import cpu_seconds, forking, popen
 from .support.sources import write_mixed, write_pairs
 
 if TYPE_CHECKING:
     from .support.fake_lanes import FakeLanes
+    from .support.processes import ForkServer
     from .support.runs import Trainer
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,11 +42,6 @@ settings.load_profile("project")
 
 CPU_SECONDS = pytest.StashKey[float]()
 SHARED = pytest.StashKey[list[tuple[str, float]]]()
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process and its finished children."""
-    return sum(os.times()[:4])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -164,6 +163,13 @@ def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
         yield folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(users_cache_folder: Path) -> Iterator[ForkServer]:
+    """What starts programs with this environment, without their imports."""
+    with forking() as server:
+        yield server
+
+
 def for_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of this run of pytest, which its workers share."""
     own = tmp_path_factory.getbasetemp()
@@ -204,6 +210,14 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
     from .support.fake_lanes import fake_lanes
 
     return fake_lanes(monkeypatch)
+
+
+@pytest.fixture
+def forked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The encoding process of `--encode-on-the-fly` need not import what it computes with."""
+    from qwen_train.data import own_server
+
+    monkeypatch.setattr(own_server, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
 
 
 @pytest.fixture

@@ -43,6 +43,7 @@ from .support.caches import SMALL
 from .support.commands import Result, refused, run
 from .support.fake_lanes import FakeLanes
 from .support.marks import slow
+from .support.processes import popen
 from .support.server import BUCKET, Proxy, fresh_clients, serving
 from .support.sources import write_pairs
 from .support.waiting import wait_until
@@ -679,7 +680,7 @@ def test_killed_processes(
     """Real encoders, two machines: one is killed when its first shard is there, the other encodes the rest."""
     arguments = ["build", pairs, "--out", url, "--model", tiny_model("edit-plus"), *SMALL, *SHARDS]
     program = Path(sys.executable).parent / "qwen-cache"
-    with subprocess.Popen([program, *map(str, arguments)], stderr=subprocess.DEVNULL) as process:
+    with popen([program, *arguments], stderr=subprocess.DEVNULL) as process:
         wait_until(lambda: [name for name in files(url) if name.endswith(".tar")] or process.poll() is not None)
         process.kill()
     first = {name for name in files(url) if name.endswith(".tar")}

@@ -31,6 +31,7 @@ from .support.commands import Result, command, run
 from .support.crash import Crash, crash_after
 from .support.fake_lanes import FakeLanes
 from .support.marks import slow
+from .support.processes import popen
 from .support.sources import add_control, change_control, change_mask, change_prompt, change_target, remove_mask
 from .support.waiting import HANG
 
@@ -431,8 +432,8 @@ def test_a_killed_process_is_resumed_to_the_same_bytes(number: int, pairs: Path,
     assert build(pairs, tmp_path / "whole", model).code == 0
     out = tmp_path / "shards"
     arguments = ["build", pairs, "--out", out, "--model", model, *SMALL]
-    process = subprocess.Popen(
-        [sys.executable, "-c", WAITING, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    process = popen(
+        [sys.executable, "-c", WAITING, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout
     assert process.stdout.readline() == "written\n"

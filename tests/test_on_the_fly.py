@@ -28,6 +28,7 @@ from .support.caches import SMALL, build
 from .support.commands import Result, run
 from .support.fake_lanes import FakeLanes, fake_lanes
 from .support.photographs import photograph
+from .support.processes import popen
 from .support.runs import LORA, Trainer, run_training, two
 from .support.serving import running, service_job
 from .support.waiting import HANG, wait_until
@@ -145,6 +146,7 @@ def test_tokens_are_those_of_the_cache_though_nothing_is_encoded(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_encoder")
 def test_a_run_resumes_from_a_cache_and_back(pairs: Path, tmp_path: Path, model: Path) -> None:
     whole, parted = tmp_path / "whole", tmp_path / "parted"
     assert build(pairs, tmp_path / "shards", model).code == 0
@@ -156,6 +158,7 @@ def test_a_run_resumes_from_a_cache_and_back(pairs: Path, tmp_path: Path, model:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_encoder")
 def test_what_is_wrong_with_the_source_is_said(
     pairs: Path, tmp_path: Path, model: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,8 +201,8 @@ def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: P
     sets = {**SETTINGS, "train.output_dir": tmp_path / "out", "train.max_steps": 100_000}
     options = [item for key, value in sets.items() for item in ("--set", f"{key}={value}")]
     arguments = ["run", pairs, "--encode-on-the-fly", "--model", model, *options, *SMALL[:-2]]
-    process = subprocess.Popen(
-        [Path(sys.executable).parent / "qwen-train", *map(str, arguments)],
+    process = popen(
+        [Path(sys.executable).parent / "qwen-train", *arguments],
         stderr=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(temporary)},
     )

@@ -250,7 +250,7 @@ def test_a_quantised_text_encoder_is_that_of_the_recipe(built: Built, tmp_path: 
     """The cache's saved settings need not say so."""
     cache = shutil.copytree(built("edit-plus", ("--set", "cache.text_quantization=int8")), tmp_path / "shards")
     (cache / "qwen.yaml").write_text((cache / "qwen.yaml").read_text().replace("text_quantization: int8", ""))
-    result = command("qwen-cache", "verify", cache, "--re-encode", "2", "--json")
+    result = command("qwen-cache", "verify", cache, "--re-encode", "2", "--json", fresh=False)
     assert result.code == 0, result.stdout + result.stderr
 
 

@@ -6,7 +6,6 @@ What only Qwen-Image-2.1 has is in test_tiny_qwen_image_21.py.
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import unicodedata
 from functools import cache
@@ -26,6 +25,7 @@ from PIL import Image
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer, Qwen2VLProcessor
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
 
+from .support import processes
 from .support.paths import load_tool
 
 TOOL = Path(__file__).parent.parent / "tools" / "make_tiny_model.py"
@@ -96,7 +96,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("variant", ["edit-2511", "qwen-image-21"])
 def test_equal_seeds_give_equal_bytes_in_another_process_too(models, make_tiny_model, tmp_path, variant):
     command = [sys.executable, TOOL, tmp_path / "again", "--variant", variant, "--seed", "0"]
-    subprocess.run(command, check=True, capture_output=True)
+    processes.run(command, check=True, capture_output=True)
     assert files(tmp_path / "again") == files(models[variant])
     other = files(make_tiny_model(tmp_path / "other", variant, seed=1))
     assert {name for name, content in files(tmp_path / "again").items() if content != other[name]} == {

@@ -47,6 +47,7 @@ from qwen_train.memory.predict import largest_batch, predict_memory
 from qwen_train.preflight import Start
 from qwen_train.run_settings import ToEncode
 
+from .support import processes
 from .support.commands import command, refused, run
 from .support.crash import Crash
 from .support.marks import slow
@@ -354,7 +355,7 @@ def test_killed_at_a_random_moment_and_resumed_equals_uninterrupted(train: Train
 
     def start(last: int, *options: str, **more: Any) -> int:
         arguments = [*map(str, train.arguments(**changes, **more)), *options]
-        return subprocess.run([sys.executable, "-c", KILLED, str(last), *arguments], capture_output=True).returncode
+        return processes.run([sys.executable, "-c", KILLED, str(last), *arguments], capture_output=True).returncode
 
     assert start(-1, out="uninterrupted") == 0
     expected = outcome(train.folder / "uninterrupted")

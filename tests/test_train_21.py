@@ -422,6 +422,7 @@ def test_two_caches_are_trained_together_and_those_of_two_families_are_not(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_encoder")
 def test_training_without_a_cache_equals_training_from_one(train: Trainer, tmp_path: Path) -> None:
     """Also by tokens: the number of tokens of targets is known before anything is encoded."""
     from .support.caches import SMALL_ONE_IMAGE, build

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from .support import processes
 from .support.browser import chromium, new_page
 from .support.paths import ROOT
 from .support.ui import running
@@ -124,7 +125,7 @@ def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     """A page of the UI, and its folder, after the whole way; it wrote nothing to the console."""
     folder, said = tmp_path_factory.mktemp("project"), list[str]()
     for tool, *arguments in (["make_tiny_model.py", "tiny", "--variant", "edit-plus"], ["make_demo_data.py", "data"]):
-        subprocess.run([sys.executable, ROOT / "tools" / tool, *arguments], cwd=folder, check=True, capture_output=True)
+        processes.run([sys.executable, ROOT / "tools" / tool, *arguments], cwd=folder, check=True, capture_output=True)
     (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
     page = new_page(browser, **SCREENS[request.param], reduced_motion="reduce")
     page.on("console", lambda message: said.append(message.text))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from . import processes
 from .waiting import HANG
 
 typer.main.get_command = cache(typer.main.get_command)  # `run` parses hundreds of command lines in one process
@@ -28,15 +29,21 @@ class Result:
     stderr: str
 
 
-def command(program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = HANG) -> Result:
-    """Run `qwen-cache` or `qwen-train` as a user does, in a process of its own."""
-    process = subprocess.run(
-        [Path(sys.executable).parent / program, *map(str, arguments)],
+def command(
+    program: str, *arguments: str | Path, cwd: Path | None = None, timeout: float = HANG, fresh: bool = True
+) -> Result:
+    """Run `qwen-cache` or `qwen-train` as a user does, in a process of its own.
+
+    One that computes with a model had better not be `fresh`; any other starts sooner than its imports are shared.
+    """
+    process = processes.run(
+        [Path(sys.executable).parent / program, *arguments],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=timeout,
         env={**os.environ, "COLUMNS": "200"},
+        fresh=fresh,
     )
     return Result(process.returncode, process.stdout, process.stderr)
 

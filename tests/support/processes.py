@@ -1,84 +1,327 @@
-"""Programs in two processes that find each other as under torchrun, forked from one that has imported everything.
+"""Programs in processes of their own that need not import torch, diffusers and transformers again.
 
-Importing torch, diffusers and transformers takes longer than a short run. The process that forks is started once, with
-nothing but imports: after a backward pass torch does not fork.
+A fork server, which runs this file, has imported all that our programs import, and forks a child for each. It computes
+nothing and has one thread: after a backward pass, or with threads, a fork of torch hangs, because the child lacks the
+threads that the parent's pools and locks know. Its children are not those of the tests, so it waits for them, and tells
+how they ended and how much CPU time it and they took.
+
+`popen` and `run` are those of `subprocess`. What a fork cannot do starts truly: other programs, options of Python, and
+an environment that differs in what is read when Python or a library starts. A test has to say `fresh=True` (or use
+`subprocess`) if it is about what a program imports, or how much memory it takes. A forked program shares its seed of
+`hash` with the others, and /proc shows the command line and environment of the fork server.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
+import importlib
 import os
 import runpy
+import select
+import signal
+import socket
 import subprocess
 import sys
-from multiprocessing import connection, get_context
-from multiprocessing.process import BaseProcess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from os.path import abspath
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from torch.distributed import TCPStore
-
+from .paths import ROOT
 from .waiting import HANG
 
-PRELOADED = [
-    "tests.support.runs",
-    "qwen_train.cli.app",
+IMPORTED = (
+    *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.encode_worker", "qwen_cache.cli.serve"),
+    *("qwen_cache.cli.spot_check", "qwen_cache.cli.verify", "qwen_cache.cli.watch", "qwen_cache.encode.load"),
+    *("qwen_cache.encode.settled", "qwen_cache.plain_output", "qwen_cache.serve.run"),
+    *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.train"),
+    *("qwen_train.inference.generator", "qwen_train.inference.images", "qwen_train.inference.pipeline"),
+    "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
     "diffusers.models.transformers.transformer_qwenimage",
     "diffusers.models.transformers.transformer_qwenimage21",
-    "peft",
-]
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl",
+    "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
+    *("accelerate", "pandas", "peft", "peft.tuners.lora.bnb"),
+)
+"""What a build, a run, a prediction and a server import."""
+WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""Importing pyarrow starts no thread, and importing bitsandbytes no CUDA, of which a fork has no use."""
+READ_AT_START = (
+    *("ACCELERATE_", "ARROW_", "ATEN_", "BNB_", "CUBLAS_", "CUDA_", "DIFFUSERS_", "DNNL_", "FORCE_COLOR", "FSSPEC_"),
+    *("GITHUB_", "GLIBC_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "JE_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_"),
+    *("MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PEFT_", "PYTHON", "PYTORCH_", "PY_COLORS", "SAFETENSORS_"),
+    *("TERMINAL_WIDTH", "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_"),
+)
+"""What names begin with of variables that are read when Python starts, or a library is imported."""
+SET_BY_PROGRAMS = {
+    ("DIFFUSERS_VERBOSITY", "error"),
+    ("KMP_DUPLICATE_LIB_OK", "True"),
+    ("KMP_INIT_AT_FORK", "FALSE"),
+    ("PYTHON_COLORS", "0"),
+    ("TOKENIZERS_PARALLELISM", "false"),
+    ("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1"),
+    ("TRANSFORMERS_VERBOSITY", "error"),
+}
+"""Which programs and libraries set themselves, also in the process of the tests."""
+READ_WHEN_USED = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
+OPTIONS = {"cwd", "creationflags", "encoding", "start_new_session", "stderr", "stdin", "stdout", "text"}
+"""Of `subprocess.Popen`, those that a fork has too."""
+PROGRAMS = [str(Path(sys.executable).with_name(name)) for name in ("qwen-cache", "qwen-train")]
 
 
-def in_two_processes(program: Path, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a Python program in two processes that share their output; if one fails, the other is ended.
-
-    `folder` is for the output's files.
-    """
-    context = get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {
-        **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "200",
-    }
-    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-    outputs = folder / "stdout", folder / "stderr"
-    processes: list[BaseProcess] = [
-        context.Process(target=_run, args=(program, arguments, outputs, environment)) for environment in environments
-    ]
-    for path in outputs:
-        path.write_bytes(b"")
-    for process in processes:
-        process.start()
-    code = int(any(_wait(processes)))
-    stdout, stderr = (path.read_text(encoding="utf-8") for path in outputs)
-    return subprocess.CompletedProcess([str(program), *arguments], code, stdout, stderr)
+# ---- the side of the tests -------------------------------------------------------------------------------------------
 
 
-def _wait(processes: list[BaseProcess]) -> list[int]:
-    """The exit codes; the first failure ends the others, as under torchrun."""
-    running = list(processes)
-    while running:
-        ended = connection.wait([process.sentinel for process in running], HANG)
-        assert ended, "the processes hang"
-        running = [process for process in running if process.sentinel not in ended]
-        for process in processes:
-            if process.sentinel in ended:
-                process.join()
-        if any(process.exitcode for process in processes):
-            for process in running:
-                process.terminate()
-    return [process.exitcode or 0 for process in processes]
+class ForkServer:
+    """The fork server of this process, which starts with the first program."""
+
+    def __init__(self, imported: Sequence[str]) -> None:
+        self.imported, self.environment = imported, dict(os.environ)
+        self.cpu_seconds = 0.0
+        """User and system time of its imports, and of its finished children."""
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def can_fork(self, argv: Sequence[str], environment: Mapping[str, str], options: Mapping[str, object]) -> bool:
+        """True if the program cannot tell a fork from a start."""
+        program, first, *_ = *argv, "-"
+        is_python = program == sys.executable and (first in ("-c", "-m") or not first.startswith("-"))
+        if not (is_python or program in PROGRAMS) or not options.keys() <= OPTIONS:
+            return False
+        different = (environment.items() ^ self.environment.items()) - SET_BY_PROGRAMS
+        return not any(name.startswith(READ_AT_START) and name not in READ_WHEN_USED for name, _ in different)
+
+    def fork(self, program: tuple[object, ...], descriptors: list[int]) -> Connection:
+        """Over which the child's number comes, and at its end its exit code; with either, the CPU time."""
+        if self.process is None:
+            self.control, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, "-m", __name__, *self.imported]
+                environment = self.environment | WITHOUT_THREADS
+                self.process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdin=theirs, stdout=subprocess.DEVNULL
+                )
+        ours, to_child = Pipe()
+        with to_child:
+            socket.send_fds(self.control, [b"\0"], [*descriptors, to_child.fileno()])
+        ours.send(program)
+        return ours
+
+    def received(self, connection: Connection) -> int:
+        number, seconds = connection.recv()
+        self.cpu_seconds = max(self.cpu_seconds, seconds)
+        return int(number)
+
+    def close(self) -> None:
+        """End it. Its CPU time is then that of a finished child of this process."""
+        if self.process:
+            self.control.close()
+            self.process.wait()
+            self.process, self.cpu_seconds = None, 0.0
 
 
-def _run(program: Path, arguments: list[str], outputs: tuple[Path, Path], environment: dict[str, str]) -> None:
+_server: ForkServer | None = None
+
+
+@contextmanager
+def forking(imported: Sequence[str] = IMPORTED) -> Iterator[ForkServer]:
+    """Fork inside the block the programs that have the environment of now."""
+    global _server
+    before, _server = _server, ForkServer(imported)
+    server = _server
+    try:
+        yield server
+    finally:
+        _server = before
+        server.close()
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, its finished children and those of the fork server."""
+    return sum(os.times()[:4]) + (_server.cpu_seconds if _server else 0)
+
+
+class Forked(subprocess.Popen[Any]):
+    """`subprocess.Popen` of a child of the fork server; pipes, their reading and time limits stay those of the base."""
+
+    def _execute_child(self, *given: Any) -> None:
+        assert _server
+        self._server, (cwd, environment), pipes = _server, given[5:7], given[10:16]
+        descriptors = [
+            number if pipe == -1 else pipe for number, pipe in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]  # without a pipe, those of this process
+        program = (self.args, os.fspath(cwd or os.getcwd()), dict(environment or os.environ), given[-2])
+        self._connection = _server.fork(program, descriptors)
+        self.pid = _server.received(self._connection)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _wait(self, timeout: float | None) -> int:
+        if self.returncode is None:
+            if not self._connection.poll(timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0)
+            self.returncode = self._server.received(self._connection)
+            self._connection.close()
+        return self.returncode
+
+    def _internal_poll(self, *_: object, **__: object) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self._wait(0)
+        return self.returncode
+
+
+def popen(
+    argv: Sequence[str | bytes | Path], *, fresh: bool = False, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[Any]:
+    """`subprocess.Popen`, forked where the program cannot tell, and not at all with `fresh`."""
+    words = list(map(os.fsdecode, argv))
+    forked = not fresh and _server and _server.can_fork(words, os.environ if env is None else env, options)
+    return (Forked if forked else subprocess.Popen)(words, env=env, **options)
+
+
+def run(
+    argv: Sequence[str | bytes | Path],
+    *,
+    capture_output: bool = False,
+    check: bool = False,
+    timeout: float = HANG,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` by `popen`."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with popen(argv, **options) as process:
+        try:
+            outputs = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, *outputs)
+    if check:
+        done.check_returncode()
+    return done
+
+
+# ---- the side of the fork server -------------------------------------------------------------------------------------
+
+
+def serve(imported: Sequence[str]) -> list[str]:
+    """Fork a child for each message until the tests end; returns in the children, with their program."""
+    from qwen_cache.command_line import quiet_libraries
+
+    quiet_libraries()  # before they are imported, as in our programs
+    for name in imported:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no collection copies what is shared
+    control, children = socket.socket(fileno=0), dict[int, Connection]()
+    child_ended, by_signal = socket.socketpair()
+    by_signal.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(by_signal.fileno())
+    while True:
+        ready, _, _ = select.select([control, child_ended], [], [])
+        if child_ended in ready:
+            child_ended.recv(1000)
+            _send_ends(children)
+        elif descriptors := socket.recv_fds(control, 1, 4)[1]:
+            *streams, number = descriptors
+            connection = Connection(number)
+            if pid := os.fork():
+                children[pid] = connection
+                _send(connection, pid)
+                for stream in streams:
+                    os.close(stream)
+            else:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                control.detach()  # the child's standard input takes its number
+                for each in (child_ended, by_signal, *children.values()):
+                    each.close()
+                return _become(connection, streams)
+        else:
+            os._exit(0)
+
+
+def _send_ends(children: dict[int, Connection]) -> None:
+    while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
+        connection = children.pop(found[0])
+        _send(connection, os.waitstatus_to_exitcode(found[1]))
+        connection.close()
+
+
+def _send(connection: Connection, number: int) -> None:
+    with suppress(OSError):  # nobody waits for this child
+        connection.send((number, sum(os.times()[:4])))
+
+
+def _become(connection: Connection, streams: list[int]) -> list[str]:
+    """Take over what a process gets from the one that starts it, and forget what this one remembers."""
+    import numpy as np
+
+    argv, cwd, environment, is_new_session = connection.recv()
+    connection.close()
+    if is_new_session:
+        os.setsid()
+    os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for descriptor, path in enumerate(outputs, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), descriptor)
-    sys.argv = [str(program), *arguments]
-    runpy.run_path(str(program), run_name="__main__")
+    is_unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    for number, (stream, name) in enumerate(zip(streams, ("stdin", "stdout", "stderr"), strict=True)):
+        os.dup2(stream, number)
+        os.close(stream)
+        old, is_output = getattr(sys, name), number > 0
+        binary = os.fdopen(number, "wb" if is_output else "rb", 0 if is_unbuffered and is_output else -1, closefd=False)
+        by_line = os.isatty(number) or (name == "stderr" and not is_unbuffered)
+        new = TextIOWrapper(binary, old.encoding, old.errors, None, by_line, is_unbuffered and is_output)
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
+    time.tzset()
+    tempfile.tempdir = None
+    importlib.invalidate_caches()
+    np.random.seed()
+    return list(argv)
+
+
+def execute(argv: list[str]) -> None:
+    """Run `-c code`, `-m module` or a file as Python does.
+
+    The end without an exception skips what takes Python longest, and no program needs: taking all modules down.
+    """
+    _, *words = argv if argv[0] == sys.executable else ("", *argv)
+    sys.orig_argv[:] = [sys.executable, *words]
+    try:
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        match words:
+            case "-c", text, *arguments:
+                sys.argv, sys.path[0] = ["-c", *arguments], ""
+                exec(compile(text, "<string>", "exec"), main.__dict__)
+            case "-m", module, *arguments:
+                sys.argv, sys.path[0] = ["-m", *arguments], os.getcwd()
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            case path, *_:
+                sys.argv, sys.path[0], main.__file__ = words, os.path.dirname(os.path.realpath(path)), abspath(path)
+                exec(compile(Path(path).read_bytes(), main.__file__, "exec"), main.__dict__)
+        code = 0
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        code = end.code or 0
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
+        if stream and not stream.closed:
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    execute(serve(sys.argv[1:]))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 from unittest.mock import patch
 
@@ -20,8 +21,8 @@ import torch
 from accelerate.state import AcceleratorState
 from diffusers.training_utils import EMAModel
 from torch._dynamo.utils import counters
+from torch.distributed import TCPStore
 
-import qwen_train
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
 from qwen_train import checkpoint, prepare
@@ -33,8 +34,8 @@ from qwen_train.launch import Launch
 from qwen_train.preflight import starting
 
 from .commands import Result, run
-from .processes import in_two_processes
-from .waiting import HANG
+from .processes import popen
+from .waiting import HANG, wait_until
 
 LORA = "pytorch_lora_weights.safetensors"
 SMALL = {"train.mixed_precision": "no", "train.max_steps": 3, "logging.report_to": "none"}
@@ -129,9 +130,33 @@ class MixedTrainer(Trainer):
 
 
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`qwen-train run`, or `program` with its arguments, in two processes."""
-    program, *arguments = changes.pop("program", [Path(qwen_train.__file__).with_name("__main__.py")])
-    return in_two_processes(program, [*map(str, (*arguments, *train.arguments(**changes), *options))], train.folder)
+    """`qwen-train run`, or `program`, in two processes that find each other as under torchrun, and share their output.
+
+    If one fails, the other is ended.
+    """
+    program = changes.pop("program", ["-m", "qwen_train"])
+    argv = list(map(str, [sys.executable, *program, *train.arguments(**changes), *options]))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+    }
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    with TemporaryFile("w+", encoding="utf-8") as stdout, TemporaryFile("w+", encoding="utf-8") as stderr:
+        both = [popen(argv, env=environment, stdout=stdout, stderr=stderr) for environment in environments]
+        wait_until(lambda: any(codes := [process.poll() for process in both]) or None not in codes)
+        for process in both:
+            process.terminate()
+        codes = [process.wait(HANG) for process in both]
+        for file in (stdout, stderr):
+            file.seek(0)
+        return subprocess.CompletedProcess(argv, int(any(codes)), stdout.read(), stderr.read())
 
 
 def by_two(train: Trainer, *options: str, **changes: Any) -> Path:
