@@ -167,7 +167,7 @@ def test_random_numbers_of_two_processes_differ() -> None:
 @pytest.mark.parametrize(
     ("argv", "environment", "options", "expected"),
     [
-        ((sys.executable, "-c", ""), {"COLUMNS": "9", "RANK": "1"}, {"cwd": "/"}, True),
+        ((sys.executable, "-c", ""), {"COLUMNS": "9", "RANK": "1", "XDG_CACHE_HOME": "/other"}, {"cwd": "/"}, True),
         ((sys.executable, "file.py"), {}, {}, True),
         ((PROGRAM, "verify"), {}, {}, True),
         ((sys.executable, "-W", "error", "-c", ""), {}, {}, False),

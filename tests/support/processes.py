@@ -72,7 +72,8 @@ SET_BY_PROGRAMS = {
     ("TRANSFORMERS_VERBOSITY", "error"),
 }
 """Which programs and libraries set themselves, also in the process of the tests."""
-READ_WHEN_USED = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR"}
+READ_WHEN_USED = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"}
+"""huggingface_hub derives its folder from the last at import, but uses it only online, where tests set HF_HOME too."""
 OPTIONS = {"cwd", "creationflags", "encoding", "start_new_session", "stderr", "stdin", "stdout", "text"}
 """Of `subprocess.Popen`, those that a fork has too."""
 PROGRAMS = [str(Path(sys.executable).with_name(name)) for name in ("qwen-cache", "qwen-train")]
