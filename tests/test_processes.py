@@ -23,7 +23,7 @@ PROGRAM = str(Path(sys.executable).with_name("qwen-cache"))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    with forking(("pyarrow", "torch")) as server:
+    with forking(("numpy.random", "pyarrow", "torch")) as server:
         yield server
 
 
