@@ -19,6 +19,7 @@ from concurrent.futures import Executor, Future
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ from qwen_train.flow import NoiseSchedule, Weighting, weighting
 from qwen_train.loss import compute_loss
 from qwen_train.model.modulation import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.train import batches_per_step
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")
@@ -192,6 +194,10 @@ def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(c
     assert {len(batch.keys): batch.loss_scale for batch in found} == {3: 1.5, 1: 0.5}
     assert [batch.consumed_samples for batch in found] in ([3, 4, 7, 8], [3, 4, 5, 8], [1, 4, 7, 8], [1, 4, 5, 8])
     assert {batch.loss_scale for batch in first(batches(cache, batch_size=3), 4)} == {1.0}
+    two = [batches(cache, batch_size=3, gradient_accumulation_steps=2, rank=r, world_size=2) for r in range(2)]
+    scales = [batch.loss_scale for each in two for batch in first(each, 2)]
+    prepared: Any = SimpleNamespace(batches=two[0])
+    assert sum(scales) == pytest.approx(batches_per_step(prepared, two[0].config)) == 4
 
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])

@@ -354,6 +354,20 @@ def test_an_upload_that_fails_ends_the_build(later: str, monkeypatch: pytest.Mon
     uploads.stop()
 
 
+def test_parts_of_samples_that_are_not_committed_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit in between has some shards alone; another machine continues from the parts of the others."""
+    folder, removed = Url("s3://bucket/shards"), list[str]()
+    monkeypatch.setattr(format_remote, "store_of", lambda _: SimpleNamespace(delete=removed.extend))
+    uploads = Uploads(folder, "build", 2, Listing({}, 0))
+    shards = [Shard(f"{number:032x}.tar", 2, 1) for number in range(3)]
+    keys = (("a", "b"), ("b", "c"), ("d", "e"))
+    entries: list[list[Any]] = [[SimpleNamespace(meta=SimpleNamespace(key=key)) for key in each] for each in keys]
+    uploads.parts = list(zip(shards, entries, strict=True))
+    uploads.remove_parts({"a", "b", "d"})
+    assert removed == [folder / f".staging/build/{0:032x}.parquet"]
+    uploads.stop()
+
+
 # ---- two builders ----------------------------------------------------------------------------------------------------
 
 

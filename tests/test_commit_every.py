@@ -9,6 +9,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 from qwen_cache import open_cache
 from qwen_cache.encode import write
 from qwen_cache.format import directory, update
+from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 
 from .support.caches import build
-from .support.commands import run
+from .support.commands import refused, run
 from .support.crash import Crash, crash_after
 from .support.fake_lanes import FakeLanes
 
@@ -104,6 +106,21 @@ def test_a_build_that_dies_after_a_commit_leaves_it_and_continues(
     assert encoded & set(fast[1].encoded) == set()
     assert build(table, tmp_path / "one", model).code == 0
     assert rows_of(out) == rows_of(tmp_path / "one")
+
+
+def test_a_commit_of_another_build_in_between_is_noticed(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = directory.commit
+
+    def overtaken(folder: Path, manifest: Manifest, *rest: Any) -> None:
+        commit(folder, manifest, *rest)
+        (folder / MANIFEST_NAME).write_bytes(replace(manifest, written_by={"qwen-cache": "another"}).to_bytes())
+
+    monkeypatch.setattr(update.directory, "commit", overtaken)
+    result = build(write_table(pairs, 2), tmp_path / "shards", model, *EVERY)
+    refused(result, "another build has committed to this cache since this one read it")
+    assert len(open_cache(tmp_path / "shards")) == 3
 
 
 def test_samples_that_are_replaced_stay_until_the_last_commit(

@@ -309,7 +309,7 @@ def expected_of(cache: Path) -> dict[str, Item]:
     return expected
 
 
-def test_webdataset_streams_the_samples_of_a_recipe(shards: Path) -> None:
+def test_webdataset_streams_the_samples_of_a_recipe(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decompressed, with the empty prompt's prefix, each by one worker; shuffled by the seed and the epoch."""
     expected = expected_of(shards)
     dataset = webdataset.open(shards, recipe="default")
@@ -329,6 +329,13 @@ def test_webdataset_streams_the_samples_of_a_recipe(shards: Path) -> None:
     assert sorted(first) == sorted(second) == sorted(expected)
     assert (order(1), first != second) == ([first], True)
     assert order(2) != order(1)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parts = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        parts.append(list(streamed(webdataset.open(shards, recipe="default"))))
+    assert all(parts)
+    assert sorted(parts[0] + parts[1]) == sorted(expected), "each by one process"
 
 
 @pytest.mark.slow
