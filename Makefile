@@ -11,7 +11,8 @@ unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
 
 # uv does not read pip's settings
-UV := UV_FIND_LINKS="$(PIP_FIND_LINKS)" .venv/bin/uv pip install --quiet
+UV = UV_FIND_LINKS="$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))" \
+	.venv/bin/uv pip install --quiet
 
 .PHONY: help setup demo docs gpu check test test-slow test-all test-lowest test-lowest-all dist clean
 
