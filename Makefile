@@ -6,6 +6,7 @@ BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 SPREAD := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # a process takes 2 GB
 OLD := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Config Deprecation:UserWarning'
+SHARE ?= 1/1
 SHELL := bash
 unexport PYTHONDONTWRITEBYTECODE # compiling every module in every process costs a minute
 export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in all
@@ -65,7 +66,7 @@ test-slow: setup  ## the tests that take minutes
 	@time $(BIN)/pytest $(SPREAD) -m slow
 
 test-all: setup  ## make check, and every test, those that take seconds first
-	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD); }
+	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) --slow-share $(SHARE); }
 
 test-lowest: .venv-lowest/installed  ## what uses other libraries, with the lowest stated version of each dependency
 	$(LOWEST)/pytest $(SPREAD) -m "libraries and not slow" $(OLD)

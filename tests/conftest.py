@@ -117,7 +117,7 @@ MARKED = {
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow.
 
     Fast tests run first. The fast tests of a file share a worker, and so do the slow ones: what a fixture of the module
@@ -131,6 +131,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             fast[test] += 1
             if fast[test] > mark.args[0]:
                 item.add_marker(pytest.mark.slow)
+    share, shares = map(int, config.getoption("--slow-share").split("/"))
+    files = sorted({item.path for item in items if is_slow(item)})[share - 1 :: shares]
+    config.hook.pytest_deselected(items=[item for item in items if is_slow(item) and item.path not in files])
+    items[:] = [item for item in items if not is_slow(item) or item.path in files]
     items.sort(key=is_slow)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{'-slow' * is_slow(item)}"))
@@ -151,6 +155,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("models")
     group.addoption("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the transformer")
     group.addoption("--device", default="cpu", help="of the transformer, such as cuda:0")
+    group.addoption("--slow-share", metavar="K/N", default="1/1", help="of the files with slow tests, every Nth from K")
     group.addoption("--model", metavar="PATH", type=Path, help="a transformer's folder, or its pipeline's; else random")
 
 
@@ -230,10 +235,12 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     from .support.judge import SMALL_AREA
 
     ours = prompts.calculate_dimensions
-    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA[area], size))
+    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA.get(area, area), size))
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
         stock = module.calculate_dimensions
-        monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio, f=stock: f(SMALL_AREA[area], ratio))
+        monkeypatch.setattr(
+            module, "calculate_dimensions", lambda area, ratio, f=stock: f(SMALL_AREA.get(area, area), ratio)
+        )
 
 
 @pytest.fixture(scope="session")

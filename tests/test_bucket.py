@@ -210,8 +210,7 @@ def every_step(requests: Requests, again: Callable[[], Result]) -> int:
     return len(requests.names)
 
 
-@pytest.mark.parametrize("arrives", [False, slow(True)])
-@pytest.mark.parametrize("machine", [slow("same"), "another"])
+@pytest.mark.parametrize(("machine", "arrives"), [("another", False), slow("same", True)])
 def test_a_build_that_dies_at_any_request_continues(
     arrives: bool,
     machine: str,

@@ -24,6 +24,7 @@ from qwen_cache.format.identity import content_hash
 from qwen_train import conformance
 from qwen_train.model import transformer
 
+from .support import processes
 from .support.caches import SMALL
 from .support.commands import run
 from .support.paths import ROOT
@@ -437,11 +438,11 @@ def broken(rows, folder):
 def test_what_cannot_be_checked_does_not_hold(tmp_path: Path) -> None:
     """Without an empty prompt, without encoders that work, with an adapter that is not there."""
     (tmp_path / "mine.py").write_text(MINE)
-    suite = [Path(sys.executable).parent / "pytest", "--pyargs", "qwen_cache.conformance", "-p", "no:cacheprovider"]
+    suite = [sys.executable, "-m", "pytest", "--pyargs", "qwen_cache.conformance", "-p", "no:cacheprovider"]
 
     def printed(*options: str, code: int = 1) -> str:
         command = [*suite, "-k", "empty or missing", *options]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG)
+        done = processes.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == code
         return done.stdout + done.stderr
 

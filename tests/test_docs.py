@@ -202,6 +202,7 @@ RUN = [
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize("page", [page if page == "index.md" else slow(page) for page in RUN])
 def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) -> None:
     settings = folder(page) / "qwen.yaml"

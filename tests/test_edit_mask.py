@@ -221,7 +221,7 @@ def test_attention_is_what_one_pass_over_image_and_prompt_has(
     cache: Callable[..., Cache], source: Path, tiny_model: TinyModel, batched: tuple[str, ...]
 ) -> None:
     edit_rows(source, lambda row: row.update(prompt=row["prompt"].replace("the ", "the [[") + "]]"))
-    made = cache("--set", "cache.store_attention=true", *batched)
+    made = cache("--set", "cache.store_attention=true", "--set", "data.marked_phrases=true", *batched)
     for name, sample in by_name(made).items():
         name = name.removeprefix("after/")
         expected = looked(tiny_model("edit-plus"), source, name, f"edit the [[{name}]]")

@@ -376,17 +376,12 @@ def test_an_image_does_not_depend_on_offloading(variant: str, predictions: dict[
 WIDE: dict[str, dict[str, Any]] = {
     "padded": {"train.layout": "padded"},
     "packed": {},
-    "float32": {"train.mixed_precision": "no"},
     "int8": {"model.quantization": "int8"},
     "fp8, all activations": {"model.quantization": "fp8", "train.gradient_checkpointing": False},
-    "nf4": {"model.quantization": "nf4"},
-    "table": TABLE,
     "table, nf4": {**TABLE, "model.quantization": "nf4"},
     "half offloaded": {"train.offload_blocks": 4},
-    "all offloaded": {"train.offload_blocks": 8},
     "table, int8, all offloaded": {**TABLE, "model.quantization": "int8", "train.offload_blocks": 8},
     "every second block": {"train.gradient_checkpointing": 2, "train.layout": "padded"},
-    "full": {"train.method": "full"},
     "full, EMA, accumulation": {"train.method": "full", "train.ema_decay": 0.9, "train.gradient_accumulation_steps": 2},
 }
 

@@ -53,9 +53,7 @@ from tests.support.sources import write_pairs
     ("variant", "dtype", "sizes"),
     [
         pytest.param("t2i", "float32", [(640, 427)], marks=pytest.mark.slow),
-        pytest.param("edit", "bfloat16", [(640, 427), (333, 517)], marks=pytest.mark.slow),
         pytest.param("edit-plus", "bfloat16", [(640, 427), (427, 640), (451, 300)], marks=pytest.mark.slow),
-        pytest.param("edit-2511", "bfloat16", [(512, 512), (600, 400)], marks=pytest.mark.slow),
     ],
 )
 def test_at_stock_sizes_a_cache_holds_what_the_pipeline_feeds_its_transformer(
