@@ -33,8 +33,9 @@ setup: .venv/installed  ## create .venv with qwen-cache and qwen-train
 	@touch $@
 
 .venv/installed-demo: pyproject.toml constraints.txt .venv/uv
-	@test -e .venv/installed || echo "installing torch, diffusers, transformers and what they need: 1 to 4 GB on the disk, some minutes"
-	@test -e .venv/installed || $(UV) --python $(BIN)/python --constraint constraints.txt --editable '.[all,demo]'
+	@if test -e .venv/installed; then $(MAKE) --no-print-directory setup; else \
+		echo "installing torch and what it needs: 1.6 GB on the disk with the CPU's build, some 5 GB with CUDA's"; \
+		$(UV) --python $(BIN)/python --constraint constraints.txt --editable '.[all,demo]'; fi
 	@touch $@
 
 demo: .venv/installed-demo  ## every step on real photographs with a tiny model, on the CPU, in the folder demo/

@@ -269,7 +269,7 @@ def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
 
 def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     """The model card: metadata for the hub, and Markdown."""
-    trigger = (recorded(run.config, "trigger_word") or "").strip() or None
+    trigger = recorded(run.config, "trigger_word")
     licence = run.family.licence
     link = f"https://huggingface.co/{run.pipeline.models[0]}/blob/main/LICENSE"
     extra: dict[str, Any] = {"instance_prompt": trigger} if trigger else {}

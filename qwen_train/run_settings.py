@@ -80,7 +80,7 @@ def recorded(config: Config, name: str) -> Any:
 
     None if neither has it, and for caches that differ.
     """
-    if (own := getattr(config.data, name)) not in (None, ""):
+    if (own := _set(config.data, name)) is not None:
         return own
     caches = [entry.path for entry in config.train.caches if not entry.teacher] or [config.cache.path]
     values = {_of_cache(cache, name) for cache in caches}
@@ -91,8 +91,14 @@ def _of_cache(cache: str, name: str) -> Any:
     """A setting of `data` that a cache on this machine was built with."""
     with suppress(QwenCacheError, OSError):
         if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
-            return getattr(load_config(settings).data, name)
+            return _set(load_config(settings).data, name)
     return None
+
+
+def _set(data: DataConfig, name: str) -> Any:
+    """A setting; None for a text of white space too, which is none."""
+    value = getattr(data, name)
+    return (value.strip() or None) if isinstance(value, str) else value
 
 
 def as_trained(data: DataConfig, folders: Iterable[Path]) -> DataConfig:
@@ -103,7 +109,7 @@ def as_trained(data: DataConfig, folders: Iterable[Path]) -> DataConfig:
             runs += [load_config(settings)] if settings.is_file() else []
     found: dict[str, Any] = {}
     for name in ("trigger_word", "marked_phrases"):
-        values = {recorded(run, name) for run in runs} if getattr(data, name) is None else set()
+        values = {recorded(run, name) for run in runs} if _set(data, name) is None else set()
         found |= {name: values.pop()} if len(values) == 1 else {}
     return data.model_copy(update=found)
 

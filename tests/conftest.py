@@ -138,8 +138,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=is_slow)
     for item in items:
         item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{'-slow' * is_slow(item)}"))
-        for mark, files in MARKED.items():
-            if item.path.stem.removeprefix("test_") in files.split():
+        for mark, names in MARKED.items():
+            if item.path.stem.removeprefix("test_") in names.split():
                 item.add_marker(mark)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -374,18 +375,22 @@ def rules(job: BuildJob) -> Rules:
 
 
 def _text_rows(job: BuildJob) -> Callable[[str, Sequence[Size]], int]:
-    """What counts the rows of prompt embeddings about controls of these sizes; loads a tokenizer when first called."""
-    lock, counters = Lock(), list[Callable[[str, Sequence[Size]], int]]()
+    """A function that counts the rows of prompt embeddings about controls of these sizes in the source.
 
-    def count(prompt: str, sizes: Sequence[Size]) -> int:
+    Threads may share it. It loads a tokenizer with its first call.
+    """
+    lock, area = Lock(), job.condition_image_size
+
+    @cache
+    def counter() -> Callable[[str, Sequence[Size]], int]:
         from qwen_cache.encode.text import token_counter
 
-        area = job.condition_image_size
+        return token_counter(job.model)
+
+    def count(prompt: str, sizes: Sequence[Size]) -> int:
         resized = [calculate_dimensions(area, size) if area else size for size in sizes]
         with lock:
-            if not counters:
-                counters.append(token_counter(job.model))
-            return counters[0](prompt, resized)
+            return counter()(prompt, resized)
 
     return count
 

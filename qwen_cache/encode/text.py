@@ -140,7 +140,7 @@ def kept_tokens(model: ModelFolder, prompts: Sequence[tuple[str, Sequence[Size]]
 
 
 def token_counter(model: ModelFolder) -> Callable[[str, Sequence[Size]], int]:
-    """What gives the length L of the stored embeddings of a prompt with images of these sizes, without encoding it.
+    """A function that gives the length L of the stored embeddings of a prompt with images of some sizes.
 
     Sizes are those for the text encoder: the placeholder of an image, one token in the text, becomes its image tokens.
     """

@@ -86,7 +86,7 @@ def _check(cache: Cache, settings: Config) -> None:
 
 
 def _plan(cache: Cache, settings: Config, source: str) -> tuple[BuildPlan, KeyedRows]:
-    """What a build with the recipe of the cache would do, and the rows that it would find."""
+    """The plan of a build with the recipe of the cache, and the rows that it would find."""
     recipe = cache.recipe.recipe
     model = ModelFolder(recipe["pipeline"], Path(), recipe["pipeline"])  # for its limits; the folder is never opened
     read = read_rows(settings, source, model, check_tokens)

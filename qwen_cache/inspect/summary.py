@@ -27,7 +27,7 @@ from qwen_cache.storage.url import Url, location
 
 HIGH_PADDING = 0.05  # of all tokens: above this, another layout is worth it
 STALE = ("new", "changed", "renamed_or_moved", "removed")
-"""What counts samples in a comparison with a source."""
+"""The counts of samples in a comparison with a source that say why a cache is stale."""
 BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random")
 
 SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]

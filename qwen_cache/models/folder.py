@@ -43,7 +43,7 @@ class ModelFolder:
     transformer: str | None = None
     """A single file whose weights are used in place of those of the transformer's folder."""
     is_here: ClassVar[bool] = True
-    """Whether this machine has the folder."""
+    """False for a model that only a server has."""
 
     def component(self, name: str) -> Path:
         """The folder of a component, such as `vae`."""

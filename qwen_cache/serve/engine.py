@@ -41,7 +41,7 @@ from qwen_cache.serve.pool import Memory, Pool, Store
 from qwen_cache.serve.states import Fault, State, Status
 from qwen_cache.settings.serve import ServeConfig
 from qwen_cache.sources.rows import Row
-from qwen_cache.sources.sizes import Size, calculate_dimensions
+from qwen_cache.sources.sizes import Size
 from qwen_cache.system_errors import FULL
 
 FAILURES_KEPT = 10_000
@@ -183,11 +183,8 @@ class Engine:
 
     def lengths(self, prompts: Sequence[tuple[str, Sequence[Size]]]) -> list[int]:
         """The rows of `prompt_embeds` for each prompt, about controls whose originals have these sizes in pixels."""
-        from qwen_cache.encode.text import kept_tokens
-
-        area = self.job.condition_image_size
-        sized = [(prompt, [calculate_dimensions(area, size) for size in sizes]) for prompt, sizes in prompts]
-        return list(kept_tokens(self.job.model, sized))
+        assert self._rules.text_rows
+        return [self._rules.text_rows(prompt, sizes) for prompt, sizes in prompts]
 
     def batches(self) -> dict[str, tuple[int, int]]:
         """How many batches each lane has encoded, and how many images or prompts they had."""

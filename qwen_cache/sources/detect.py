@@ -230,7 +230,7 @@ def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
 LOST = "\ufffd"
 """What programs write in place of a character that they could not read."""
 CHANGED = re.compile(r"\r|^\s|\s\Z")
-"""What a prompt has that is not read as it is: line ends of Windows, white space around it."""
+"""The parts of a prompt that are not read as they are: line ends of Windows, white space around it."""
 
 
 def _notices(row: Row, needs: Needs) -> Iterator[Notice]:

@@ -200,31 +200,21 @@ def similar_file(path: str) -> str | None:
     folder, name = os.path.split(path)
     slashes = path.replace("\\", "/")
     others = [slashes, unquote(path), unquote(slashes), os.path.join(folder, PureWindowsPath(name).name)]
-    return next((found for each in dict.fromkeys([path, *others]) if (found := _nearly(each))), None)
+    found = (_nearly(os.path.normpath(each)) for each in dict.fromkeys([path, *others]))
+    return next((each for each in found if each and os.path.isfile(each)), None)
 
 
 def _nearly(path: str) -> str | None:
-    """The file at a path whose parts are overlooked, or differ in the ending of the last one."""
-    path = os.path.normpath(path)
-    if os.path.isfile(path):
+    """The path, with each part that is not there as a name that is; None if there is none."""
+    if os.path.exists(path):
         return path
     folder, name = os.path.split(path)
-    if not name:
+    there = _nearly(folder) if folder else "."
+    if there is None or not os.path.isdir(there):
         return None
-    there = folder if not folder or os.path.isdir(folder) else _nearly_folder(folder)
-    if there is None:
-        return None
-    names = _names(there or ".", os.stat(there or ".").st_mtime_ns)
+    names = _names(there, os.stat(there).st_mtime_ns)
     near = names.get(overlooked(name)) or names.get(overlooked(posixpath.splitext(name)[0]) + ".")
-    return os.path.join(there, near) if near and os.path.isfile(os.path.join(there, near)) else None
-
-
-def _nearly_folder(path: str) -> str | None:
-    folder, name = os.path.split(path)
-    if not name or not (there := folder if not folder or os.path.isdir(folder) else _nearly_folder(folder)):
-        return None
-    near = _names(there, os.stat(there).st_mtime_ns).get(overlooked(name))
-    return os.path.join(there, near) if near and os.path.isdir(os.path.join(there, near)) else None
+    return os.path.join(folder and there, near) if near else None
 
 
 @lru_cache(4)

@@ -81,13 +81,15 @@ def source_jobs(
     and prompt. Then every row needs a control: with one prompt for all, only the images distinguish the rows.
     """
     edits = model.takes_controls and bool(prompts)
-    settings = reading(config, model) | {"needs_target": not model.takes_controls, "needs_prompt": not prompts}
-    settings |= {"captions": Captions.of(config).in_order}
-    if prompts:
-        settings |= {"allow_empty_prompt": True}
-    settings |= {"needs_control": model.needs_controls or edits}  # a folder of images alone has controls then
+    settings = reading(config, model) | {
+        "needs_control": model.needs_controls or edits,  # a folder of images alone has controls then
+        "needs_target": not model.takes_controls,
+        "needs_prompt": not prompts,
+        "allow_empty_prompt": config.allow_empty_prompt or bool(prompts),
+        "captions": Captions.of(config).in_order,
+    }
     if edits:
-        settings |= {"no_control": "refused"}
+        settings["no_control"] = "refused"
     rows, problems = read_source(location(source), **settings)
     jobs = [GenerateJob(row.name, row.controls, row.prompt, row.target) for row in rows]
     if not prompts:
