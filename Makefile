@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
-SPREAD := --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder  # a process takes 2 GB
+SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile  # a process takes 2 GB; a file's fixtures are made once
 OLD := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Config Deprecation:UserWarning'
 SHARE ?= 1/1
 SHELL := bash
@@ -15,7 +15,7 @@ export TIMEFORMAT := %U + %S seconds of CPU time (user + system), %R seconds in 
 UV = UV_FIND_LINKS="$(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))" \
 	.venv/bin/uv pip install --quiet
 
-.PHONY: help setup demo docs gpu check test test-slow test-all test-lowest test-lowest-all dist clean
+.PHONY: help setup demo docs gpu check test test-slow test-lowest test-lowest-all dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -64,10 +64,7 @@ test: setup  ## make check, and the tests that take seconds
 	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) -m "not slow"; }
 
 test-slow: setup  ## the tests that take minutes
-	@time $(BIN)/pytest $(SPREAD) -m slow
-
-test-all: setup  ## make check, and every test, those that take seconds first
-	@time { $(MAKE) --no-print-directory check && $(BIN)/pytest $(SPREAD) --slow-share $(SHARE); }
+	@time $(BIN)/pytest $(SPREAD) -m slow --slow-share $(SHARE)
 
 test-lowest: .venv-lowest/installed  ## what uses other libraries, with the lowest stated version of each dependency
 	$(LOWEST)/pytest $(SPREAD) -m "libraries and not slow" $(OLD)

@@ -118,11 +118,7 @@ MARKED = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow.
-
-    Fast tests run first. The fast tests of a file share a worker, and so do the slow ones: what a fixture of the module
-    makes is made once.
-    """
+    """`@pytest.mark.fast_cases(2)`: all cases of a parametrised test except the first two are slow."""
     fast = Counter[str]()
     for item in items:
         mark = item.get_closest_marker("fast_cases")
@@ -135,9 +131,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = sorted({item.path for item in items if is_slow(item)})[share - 1 :: shares]
     config.hook.pytest_deselected(items=[item for item in items if is_slow(item) and item.path not in files])
     items[:] = [item for item in items if not is_slow(item) or item.path in files]
-    items.sort(key=is_slow)
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}{'-slow' * is_slow(item)}"))
         for mark, names in MARKED.items():
             if item.path.stem.removeprefix("test_") in names.split():
                 item.add_marker(mark)
