@@ -223,6 +223,7 @@ def forked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the pipelines and `predict` use the sizes of SMALL, by their own formula."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
+    from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 
     from qwen_train.inference import prompts
 
@@ -230,7 +231,7 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     ours = prompts.calculate_dimensions
     monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA.get(area, area), size))
-    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus, pipeline_qwenimage21):
         stock = module.calculate_dimensions
         monkeypatch.setattr(
             module, "calculate_dimensions", lambda area, ratio, f=stock: f(SMALL_AREA.get(area, area), ratio)
