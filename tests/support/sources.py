@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import cache
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image, ImageOps
@@ -13,9 +15,17 @@ from .photographs import photograph
 
 def write_pairs(folder: Path) -> Path:
     """Four edit pairs of mixed sizes: two share a prompt, one has two controls, one a mask."""
-    controls, targets = folder / "control_images", folder / "target_images"
-    controls.mkdir(parents=True)
-    targets.mkdir()
+    for name, content in _pairs().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+@cache
+def _pairs() -> dict[str, bytes]:
+    """Their files, by path in the folder."""
+    files = dict[str, bytes]()
     china = photograph("china.jpg").resize((160, 107))
     flower = photograph("flower.jpg").resize((107, 160))
     cat = photograph("chelsea.png").resize((120, 120))
@@ -26,14 +36,20 @@ def write_pairs(folder: Path) -> Path:
         ("cat", cat, ImageOps.mirror(cat), "mirror the cat, 然后 keep the second image's light"),
         ("cup", cup, ImageOps.invert(cup), "invert the colours"),
     ):
-        control.save(controls / f"{name}.png")
-        target.save(targets / f"{name}.png")
-        (targets / f"{name}.txt").write_text(prompt, encoding="utf-8")
-    china.save(controls / "cat_control_1.png")
+        files[f"control_images/{name}.png"] = _png(control)
+        files[f"target_images/{name}.png"] = _png(target)
+        files[f"target_images/{name}.txt"] = prompt.encode()
+    files["control_images/cat_control_1.png"] = _png(china)
     mask = Image.new("L", cup.size)
     mask.paste(255, (0, 0, cup.width // 2, cup.height))
-    mask.save(controls / "cup_mask.png")
-    return folder
+    files["control_images/cup_mask.png"] = _png(mask)
+    return files
+
+
+def _png(image: Image.Image) -> bytes:
+    file = BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 PORTRAIT = "a portrait of an astronaut in orange, in front of a flag and a model of the shuttle, 肖像"
