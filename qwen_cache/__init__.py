@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import FormatError, QwenCacheError
-from qwen_cache.version import __version__
+from qwen_cache.extras import __version__
 
 if TYPE_CHECKING:
     from qwen_cache.format.cache import Cache, Sample, open_cache

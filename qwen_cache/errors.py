@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from qwen_cache.plain_text import one_line, plain
+from qwen_cache.text import one_line, plain
 
 RESTORE = "restore the file from a copy, or run `qwen-cache build` into an empty folder"
 RESTORE_SHARD = (

@@ -1,4 +1,4 @@
-"""The extras of this package: their purpose and requirements, from package metadata. Nothing heavy is imported.
+"""This package: its version, and its extras with their purpose and requirements, from metadata. Imports nothing heavy.
 
 `pyproject.toml` alone defines the requirements. `advice` names the extra that installs a missing module; `require`
 checks for a module before a command starts its work. `install_command` is the command that installs an extra from
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from qwen_cache.plain_text import shell_line
+from qwen_cache.text import shell_line
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 PACKAGE = "qwen-cache"
+__version__ = "0.1.0"
+"""The version of both packages."""
 EXTRAS = {
     "build": "`qwen-cache build`, `import` and `ground`",
     "train": "`qwen-train`",

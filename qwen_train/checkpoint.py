@@ -27,14 +27,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qwen_cache.console import counting
 from qwen_cache.errors import QwenCacheError, TrainError, first_line
-from qwen_cache.json_text import parse_json
 from qwen_cache.models.devices import accelerator, device_module
-from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.checksums import UNLISTED, Fault, find_fault, write_checksums
-from qwen_cache.storage.durable import remove_folder, sync_file, whole_file, whole_folder, write_durably
-from qwen_cache.storage.remembered import file_digest
+from qwen_cache.storage.files import remove_folder, sync_file, whole_file, whole_folder, write_durably
+from qwen_cache.storage.remembered import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import UNLISTED, Fault, file_digest, find_fault, write_checksums
+from qwen_cache.terminal import counting
+from qwen_cache.text import parse_json
 from qwen_train.model.ema import Ema
 from qwen_train.model.sharding import assign, distribute_like, full_tensor
 from qwen_train.optimizers import evaluation_weights, has_two_modes, trained_parameters

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from qwen_cache.batching.epoch import BEGIN, Begin
-from qwen_cache.console import console
+from qwen_cache.batching import BEGIN, Begin
 from qwen_cache.errors import FormatError, QwenCacheError
-from qwen_cache.plain_text import plain
+from qwen_cache.terminal import console
+from qwen_cache.text import plain
 from qwen_train.data.commits import (
     CommitSequence,
     LostCommitError,

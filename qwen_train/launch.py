@@ -10,10 +10,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qwen_cache.console import is_verbose, set_verbosity
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.plain_text import shell_line
-from qwen_cache.progress_file import VARIABLE
+from qwen_cache.terminal import VARIABLE, is_verbose, set_verbosity
+from qwen_cache.text import shell_line
 
 OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 COPIES = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor
 
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import Batch
 from qwen_train.flow import flow_loss, interpolate, pseudo_huber, scheduled_huber_c
 from qwen_train.lora.assistant import TRAINED, without

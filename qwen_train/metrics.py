@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from qwen_cache.console import human_time
 from qwen_cache.errors import TrainError
-from qwen_cache.json_text import parse_json
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import sync, write_durably
-from qwen_cache.storage.mapped import read_file
-from qwen_cache.system_errors import naming
+from qwen_cache.storage.files import read_file, sync, write_durably
+from qwen_cache.terminal import human_time, naming
+from qwen_cache.text import parse_json
 from qwen_train.data.batches import Batch
 from qwen_train.run_folder import METRICS_NAME
 

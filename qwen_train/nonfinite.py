@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qwen_cache.console import console
 from qwen_cache.errors import TrainError
-from qwen_cache.plain_text import escaped
+from qwen_cache.terminal import console
+from qwen_cache.text import escaped
 from qwen_train.signals import any_process
 
 MAX_CONSECUTIVE = 10

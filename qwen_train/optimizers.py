@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import OptimizerConfig
+from qwen_cache.settings.sections import OptimizerConfig
 from qwen_train.optimizer_names import import_path, not_importable
 
 ADAM = ("betas", "weight_decay", "eps")

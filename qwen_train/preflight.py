@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import installed, require
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.remembered import file_digest, remembered_digest
+from qwen_cache.terminal import counting
 from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.data.planning import Planned, check_cache, check_empty_prompts, check_text_lengths

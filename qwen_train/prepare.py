@@ -14,13 +14,12 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from qwen_cache.batching.batch_plan import Summary
-from qwen_cache.batching.epoch import BEGIN, Begin
-from qwen_cache.console import console, verbatim
+from qwen_cache.batching import BEGIN, Begin, Summary
 from qwen_cache.models.devices import choose_device, torch_dtype
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.terminal import console, verbatim
+from qwen_cache.text import plain
 from qwen_train.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.data.batches import Batches
 from qwen_train.data.planning import check_cache, unusual_controls

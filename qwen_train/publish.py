@@ -22,18 +22,18 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError, first_line
+from qwen_cache.extras import __version__
 from qwen_cache.format.cache import open_configured
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.models.family import PIPELINES, Family, Pipeline, family_of
 from qwen_cache.models.folder import read_config
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.describe import describe
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.checksums import check_safetensors, find_fault, sealed
 from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
-from qwen_cache.storage.url import Url, location
-from qwen_cache.version import __version__
+from qwen_cache.storage.remembered import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import check_safetensors, find_fault, sealed
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.text import plain
 from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
 from qwen_train.lora.files import ORIGIN, PREFIX, WEIGHTS_NAME, find_lora, settings_in
 from qwen_train.lora.types import LOHA, LOKR, LORA, OFT, AdapterType, adapter_title, type_of_names

@@ -26,17 +26,14 @@ from typing import Any, TypeGuard
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.batching.epoch import BEGIN
-from qwen_cache.console import console, human_bytes, human_time, plural
+from qwen_cache.batching import BEGIN
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.html.charts import Curve, CurveChart, curve_chart, number
-from qwen_cache.html.page import relative_url, render
-from qwen_cache.json_text import parse_json
-from qwen_cache.plain_text import plain
+from qwen_cache.html.page import Curve, CurveChart, curve_chart, number, relative_url, render
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.storage.checksums import check_safetensors
-from qwen_cache.storage.durable import write_durably
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.files import read_file, write_durably
+from qwen_cache.storage.remembered import check_safetensors
+from qwen_cache.terminal import console, human_bytes, human_time, plural
+from qwen_cache.text import parse_json, plain
 from qwen_train.data.commits import TakenIn, describe, read_sequence
 from qwen_train.latents import SCALES, STEP, VALIDATION, png_of
 from qwen_train.lora.types import adapter_title

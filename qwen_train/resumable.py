@@ -11,14 +11,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.batching.batch_plan import sequence_settings
+from qwen_cache.batching import sequence_settings
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.json_text import parse_json
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.settings.train import LoraConfig
-from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.settings.sections import LoraConfig
+from qwen_cache.storage.files import read_file
+from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest
+from qwen_cache.text import parse_json
 from qwen_train.data.commits import TakenIn
 from qwen_train.run_folder import STATE
 from qwen_train.run_settings import resume_command

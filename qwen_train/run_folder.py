@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.storage.durable import LockHeldError, NoLocksError, locked, make_folder
+from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
+from qwen_cache.terminal import console
 from qwen_train.launch import Launch, copies_advice
 
 LOCK = ".lock"

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError, QwenCacheError
-from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, load_config
-from qwen_cache.settings.yaml_text import assignment, parse_yaml, read_yaml
-from qwen_cache.storage.url import Url, location
+from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, assignment, load_config, parse_yaml, read_yaml
+from qwen_cache.settings.sections import DataConfig
+from qwen_cache.storage.remote import Url, location
 from qwen_train.launch import Launch
 
 

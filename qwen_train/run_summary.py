@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from qwen_cache.batching.batch_plan import Summary
-from qwen_cache.console import console, human_bytes, plural, verbatim
+from qwen_cache.batching import Summary
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config, load_config
+from qwen_cache.terminal import console, human_bytes, plural, verbatim
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Samples
 from qwen_train.lora.types import adapter_title

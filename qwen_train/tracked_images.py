@@ -15,8 +15,8 @@ import numpy as np
 from accelerate import Accelerator
 from PIL import Image
 
-from qwen_cache.console import console
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import console
 from qwen_train.latents import step_of
 from qwen_train.metrics import start_tracker
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from qwen_cache.console import console, progress
 from qwen_cache.errors import QwenCacheError
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.storage.files import write_durably
+from qwen_cache.terminal import console, progress
+from qwen_cache.text import plain
 from qwen_train.checkpoint import save_checkpoint, save_result
 from qwen_train.data.batches import Batch
 from qwen_train.launch import Launch

@@ -21,7 +21,7 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import ValidationConfig
+from qwen_cache.settings.sections import ValidationConfig
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.run_folder import LEVELS, LOSS, LOSSES
 

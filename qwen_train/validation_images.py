@@ -17,15 +17,15 @@ from jaxtyping import Float
 from safetensors.torch import save
 from torch import Tensor
 
-from qwen_cache.console import plural
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.models.family import Family
 from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import ValidationConfig
-from qwen_cache.storage.checksums import sealed
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.settings.sections import ValidationConfig
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.remembered import sealed
+from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.planning import no_empty_prompt

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import console, plural
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.terminal import console, plural
+from qwen_cache.text import plain
 from qwen_train.inference.decode import Decoder, Latents, not_decoded
 from qwen_train.latents import found_latents, latents_files, latents_folder, step_of
 from qwen_train.report import renew_report

@@ -26,7 +26,7 @@ from qwen_cache.models.folder import ModelFolder, check_component, read_config
 from qwen_cache.models.loading import explained
 from qwen_cache.models.quantized_linear import torchao_config
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.lora.files import WEIGHTS_NAME
 from qwen_train.model.frozen_layers import replace_layers

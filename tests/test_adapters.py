@@ -23,7 +23,7 @@ from torch import Tensor
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import load_config
-from qwen_cache.settings.train import LoraConfig
+from qwen_cache.settings.sections import LoraConfig
 from qwen_train.inference.loras import check_loras, load_loras
 from qwen_train.lora.adapter import METADATA_KEY, add_lora, lora_weights, start_from, write_lora
 from qwen_train.lora.assistant import read_assistant

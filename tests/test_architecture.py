@@ -9,20 +9,18 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterable
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
 import qwen_cache
-import qwen_cache.batching
 import qwen_cache.format
 import qwen_cache.settings
 import qwen_cache.sources
 import qwen_cache.storage
 import qwen_train
+from tools import make_tree
 
 from .support.commands import HEAVY, command
 from .support.paths import ROOT
@@ -33,7 +31,6 @@ TORCHLESS = (
     *(
         f"qwen_cache.{room.__name__.split('.')[-1]}.{module.name}"
         for room in (
-            qwen_cache.batching,
             qwen_cache.format,
             qwen_cache.settings,
             qwen_cache.sources,
@@ -41,6 +38,7 @@ TORCHLESS = (
         )
         for module in pkgutil.iter_modules(room.__path__)
     ),
+    "qwen_cache.batching",
     "qwen_cache.inspect.summary",
     "qwen_cache.inspect.compare",
     "qwen_cache.inspect.page",
@@ -90,7 +88,7 @@ def test_differences_of_systems_about_files_are_in_one_module() -> None:
     lacking = re.compile(r"^\s*(?:import|from) (?:fcntl|msvcrt|filelock|platformdirs|resource|pwd)\b", re.MULTILINE)
     for path in [*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py")]:
         text = path.read_text(encoding="utf-8")
-        if path != ROOT / "qwen_cache" / "storage" / "durable.py":
+        if path != ROOT / "qwen_cache" / "storage" / "files.py":
             assert not lacking.search(text), path
             assert 'XDG_CACHE_HOME"' not in text, path
             assert not re.search(r"os\.(?:fsync|link|rename)\(", text), path
@@ -170,42 +168,10 @@ def test_public_names(package: ModuleType) -> None:
         _ = package.open_shards
 
 
-def modules_with_content() -> set[str]:
-    """The modules of both packages, except `__init__.py` of subfolders and files without a statement."""
-    names = set()
-    for package in ("qwen_cache", "qwen_train"):
-        for path in (ROOT / package).rglob("*.py"):
-            statements = ast.parse(path.read_text(encoding="utf-8")).body
-            is_code = any(not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant)) for s in statements)
-            if is_code and (path.name != "__init__.py" or path.parent == ROOT / package):
-                names.add(str(path.relative_to(ROOT)))
-    return names
-
-
-def paths_of_the_tree(lines: Iterable[str]) -> list[str]:
-    """The paths that a tree names: two spaces for each folder that a line is in, then a name, then what it is."""
-    folders: list[str] = []
-    paths = []
-    for line in lines:
-        name = line.split()[0]
-        depth = (len(line) - len(line.lstrip())) // 2
-        folders[depth:] = [name] if name.endswith("/") else []
-        paths.append("".join(folders[:depth]) + name)
-    return paths
-
-
 def test_the_architecture_page_has_the_real_tree() -> None:
-    """Every module with content and every folder of modules has a line, and every line exists."""
-    text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
-    tree = re.search(r"```text\n(schemas/.*?)```", text, flags=re.DOTALL)
-    assert tree, "docs/explanation/architecture.md has no tree"
-    paths = paths_of_the_tree(tree[1].splitlines())
-    assert len(paths) == len(set(paths))
-    assert all(len(line.split()) > 1 for line in tree[1].splitlines()), "a line without a description"
-    modules = modules_with_content()
-    folders = {f"{Path(module).parent}/" for module in modules}
-    assert sorted((modules | folders) - set(paths)) == [], "without a line"
-    assert [path for path in paths if not (ROOT / path).exists()] == [], "not there"
+    page = make_tree.PAGE.read_text(encoding="utf-8")
+    assert make_tree.BLOCK.search(page)
+    assert page == make_tree.renewed(page), "run python tools/make_tree.py"
 
 
 def test_files_that_the_architecture_page_names_exist() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qwen_cache.batching.batch_plan import BatchPlan, IntArray, RankBatch, _by_similar_length, sequence_settings
+from qwen_cache.batching import BatchPlan, IntArray, RankBatch, _by_similar_length, sequence_settings
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 
 from .support.paths import load_tool
 

@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache import FormatError, open_cache
-from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.batching import index_token_counts
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.served import ServedSamples

@@ -32,11 +32,9 @@ from qwen_cache.format import remote as format_remote
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.remote import UPLOADS, WAITING, Uploads
 from qwen_cache.format.shards import RemoteShards
-from qwen_cache.storage import s3_store
-from qwen_cache.storage import url as remote
-from qwen_cache.storage.s3_store import S3Store
-from qwen_cache.storage.store import Listing
-from qwen_cache.storage.url import Url
+from qwen_cache.storage import remote, stores
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import Listing, S3Store
 
 from .support import fake_lanes
 from .support.caches import SMALL
@@ -306,7 +304,7 @@ def test_a_fault_at_every_request_of_an_upload_by_parts_is_not_noticed(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(stores, "PART_BYTES", 5 << 20)
     large, data = Url(url) / "large.tar", bytes(range(256)) * 22_000
     (tmp_path / "large.tar").write_bytes(data)
     requests.fault = fault
@@ -326,11 +324,11 @@ def test_a_lost_answer_to_the_end_of_an_upload_is_told_from_a_lost_upload(
         raise FileNotFoundError
 
     S3Store().put(file := Url(url) / "large.tar", b"12345")
-    monkeypatch.setattr(s3_store, "_call", no_such_upload)
-    s3_store._complete(file, "upload", [], 5)
+    monkeypatch.setattr(stores, "_call", no_such_upload)
+    stores._complete(file, "upload", [], 5)
     for other, size in ((file, 6), (Url(url) / "none.tar", 5)):
         with pytest.raises(FileNotFoundError):
-            s3_store._complete(other, "upload", [], size)
+            stores._complete(other, "upload", [], size)
 
 
 @pytest.mark.parametrize("later", ["add", "wait"])
@@ -383,7 +381,7 @@ def test_of_two_builders_one_commits(
     """The other is told so, and its next run reuses its shards: nothing is encoded twice."""
     model, other, commits = tiny_model("edit-plus"), write_pairs(tmp_path / "other"), []
     change(other, "cat")
-    module, name = (directory, "commit") if when == "while it encodes" else (s3_store, "_write_over")
+    module, name = (directory, "commit") if when == "while it encodes" else (stores, "_write_over")
     original = getattr(module, name)
 
     def overtaken(*arguments: Any, **options: Any) -> Any:
@@ -509,7 +507,7 @@ def test_gc_spares_what_a_build_may_be_at_work_on(
     requests.last = 11  # before the index
     assert build(pairs, url, tiny_model("edit-plus")).code == 2
     requests.reset()
-    listing = s3_store.S3Store.listing
+    listing = stores.S3Store.listing
     old: dict[str, float] = {}
 
     def aged(self: Any, folder: Any) -> Listing:
@@ -517,7 +515,7 @@ def test_gc_spares_what_a_build_may_be_at_work_on(
         days_ago = {path: replace(file, modified=found.now - old.get(path, 0)) for path, file in found.files.items()}
         return Listing(days_ago, found.now)
 
-    monkeypatch.setattr(s3_store.S3Store, "listing", aged)
+    monkeypatch.setattr(stores.S3Store, "listing", aged)
     shards = [name for name in files(url) if name.endswith(".tar")]
     parts = [name for name in files(url) if name.startswith(".staging/")]
     assert len(shards) == len(parts) == 4
@@ -543,14 +541,14 @@ def test_gc_during_a_commit_is_noticed(
 
     The next one encodes what is missing.
     """
-    model, write, removed = tiny_model("edit-plus"), s3_store._write_over, []
+    model, write, removed = tiny_model("edit-plus"), stores._s3_write_over, []
 
     def late(target: Url, *arguments: Any) -> bool:
         if not removed and str(target).endswith(MANIFEST_NAME):
             removed.append(json.loads(run("qwen-cache", "gc", url, "--grace-hours", "0", "--json").stdout))
         return write(target, *arguments)
 
-    monkeypatch.setattr(s3_store, "_write_over", late)
+    monkeypatch.setattr(stores, "_write_over", late)
     result = build(pairs, url, model)
     assert len([name for name in removed[0]["files"] if name.endswith(".tar")]) == 4
     refused(
@@ -581,7 +579,7 @@ def test_gc_spares_what_is_committed_meanwhile(
     requests.last = 11  # before the index
     assert build(pairs, url, model).code == 2
     requests.reset()
-    place = (cli_gc, "remove_garbage") if moment == "before it looks again" else (s3_store.S3Store, "delete")
+    place = (cli_gc, "remove_garbage") if moment == "before it looks again" else (stores.S3Store, "delete")
     original = getattr(*place)
 
     def overtaken(*arguments: Any) -> Any:
@@ -671,7 +669,7 @@ def test_connections_that_break_in_the_middle_of_an_upload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A large shard goes by parts, so a connection that breaks costs one of them."""
-    monkeypatch.setattr(s3_store, "PART_BYTES", 5 << 20)
+    monkeypatch.setattr(stores, "PART_BYTES", 5 << 20)
     monkeypatch.setattr(fake_lanes, "PROMPT_ROWS", 40_000)
     model, one_shard = tiny_model("edit-plus"), ("--set", "cache.shard_size=1GB")
     with serving(Proxy(s3, cuts=4, after=3_000_000, of="requests")) as proxy, monkeypatch.context() as patch:

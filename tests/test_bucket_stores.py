@@ -13,11 +13,9 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.errors import QwenCacheError
-from qwen_cache.storage import gcs_store, hub_store, s3_store
-from qwen_cache.storage import url as remote
-from qwen_cache.storage.store import Store
-from qwen_cache.storage.upload import destination, store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.storage import remote, stores
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import Store, destination, store_of
 
 from .support.caches import SMALL
 from .support.commands import run
@@ -77,7 +75,7 @@ def swap(store: Store, url: Url, old: bytes | None, new: bytes) -> bool:
     return store.swap(url, old, new, {}, {})
 
 
-WRITE = {"s3": (s3_store, "_write_over"), "gs": (gcs_store, "_write_over"), "hf": (hub_store, "_commit")}
+WRITE = {"s3": (stores, "_write_over"), "gs": (stores, "_write_over"), "hf": (stores, "_commit")}
 """The function of each store that writes under the condition."""
 
 

@@ -15,11 +15,11 @@ import httpx2
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.client import Client
+from qwen_cache.client.client import Client
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
 
 from .support.caches import SMALL, build, contents
 from .support.commands import HEAVY, Result, imported_by, refused, run

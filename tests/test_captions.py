@@ -14,11 +14,9 @@ import pytest
 import yaml
 
 from qwen_cache import open_cache
-from qwen_cache.batching.batch_plan import sequence_settings
+from qwen_cache.batching import sequence_settings
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.settings.data import DataConfig
-from qwen_cache.settings.train import TrainConfig, WeightedCache
+from qwen_cache.settings.sections import CacheConfig, DataConfig, TrainConfig, WeightedCache
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import read_source
 from qwen_cache.sources.rows import Row

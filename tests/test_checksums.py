@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.folder import check_component
-from qwen_cache.storage import checksums
-from qwen_cache.storage.checksums import (
+from qwen_cache.storage import remembered
+from qwen_cache.storage.files import write_durably
+from qwen_cache.storage.remembered import (
     KEY,
     NAME,
     RESTORE,
@@ -30,7 +31,6 @@ from qwen_cache.storage.checksums import (
     sealed,
     write_checksums,
 )
-from qwen_cache.storage.durable import write_durably
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_changed_file_is_told_with_both_values(folder: Path) -> None:
 def test_a_list_with_a_key_twice_is_none(folder: Path) -> None:
     text = (folder / NAME).read_text(encoding="utf-8").replace('"files": {', '"files": {}, "files": {')
     (folder / NAME).write_bytes(
-        checksums.with_own_hash(text.rpartition('"xxh3_128"')[0] + f'"xxh3_128": "{ZEROS}"}}\n')
+        remembered.with_own_hash(text.rpartition('"xxh3_128"')[0] + f'"xxh3_128": "{ZEROS}"}}\n')
     )
     fault = find_fault(folder)
     assert fault
@@ -114,7 +114,7 @@ def test_missing_and_additional_files_are_named(folder: Path) -> None:
     (folder / "below" / "b.safetensors").touch()
     fault = find_fault(folder)
     assert fault
-    assert (fault.where, fault.what) == (folder / "below" / "b.safetensors", checksums.UNLISTED)
+    assert (fault.where, fault.what) == (folder / "below" / "b.safetensors", remembered.UNLISTED)
     for name in ("below/a.safetensors", NAME):
         (folder / name).unlink()
         fault = find_fault(folder)
@@ -138,7 +138,7 @@ def content(path: Path) -> tuple[object, ...] | None:
     """What a file says, without its checksum under any name; None if the library refuses it."""
     try:
         with safe_open(path, framework="pt") as opened:
-            metadata = {name: text for name, text in opened.metadata().items() if len(text) != len(checksums.ZEROS)}
+            metadata = {name: text for name, text in opened.metadata().items() if len(text) != len(remembered.ZEROS)}
             return metadata, {name: opened.get_tensor(name).tolist() for name in opened.keys()}  # noqa: SIM118 (no dict)
     except SafetensorError:
         return None
@@ -158,7 +158,7 @@ def test_no_changed_byte_gives_other_content(file: Path) -> None:
     for changed in [*single_bits(whole), whole + b"\0", whole[:-1], whole[:4], b""]:
         file.write_bytes(changed)
         if error := refusal(file):
-            assert (error.what, error.where, error.do) == (checksums.CHANGED, file, RESTORE)
+            assert (error.what, error.where, error.do) == (remembered.CHANGED, file, RESTORE)
             continue
         found = content(file)
         assert found in (None, original), changed

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.plain_text import without_controls
+from qwen_cache.text import without_controls
 from qwen_train.inference import comparison
 from qwen_train.inference.comparison import Comparison
 from qwen_train.inference.grid import Row

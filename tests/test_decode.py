@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
 from qwen_cache import open_cache
-from qwen_cache.storage.checksums import sealed
+from qwen_cache.storage.remembered import sealed
 
 from .support.commands import refused, run
 from .support.judge import stock_pipeline

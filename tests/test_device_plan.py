@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from qwen_cache.cli import build as build_command
-from qwen_cache.console import human_bytes
 from qwen_cache.encode import device_plan
 from qwen_cache.encode.memory import DeviceMemory, TextWork, text_lane, vae_lane
 from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED
 from qwen_cache.models.offload import piece_sizes
 from qwen_cache.models.placement import Placement
+from qwen_cache.terminal import human_bytes
 
 from .support.caches import build, plan
 from .support.commands import refused

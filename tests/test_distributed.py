@@ -19,7 +19,7 @@ from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
 from safetensors.torch import load_file, save_file
 
 from qwen_cache.models.folder import open_model
-from qwen_cache.storage.durable import locked
+from qwen_cache.storage.files import locked
 from qwen_train import checkpoint
 from qwen_train.weights import load_transformer
 

@@ -31,9 +31,9 @@ import qwen_cache
 from qwen_cache import extras
 from qwen_cache.cli import doctor
 from qwen_cache.cli.doctor import Device, Torch
-from qwen_cache.command_line import version_lines
 from qwen_cache.extras import install_command
-from qwen_cache.settings.train import LoggingConfig
+from qwen_cache.options import version_lines
+from qwen_cache.settings.sections import LoggingConfig
 
 from .support.commands import HEAVY, command, imported_by, run
 from .support.paths import ROOT, load_tool
@@ -417,7 +417,7 @@ def test_the_version_has_what_a_bug_report_needs(program: str) -> None:
 
 
 def test_versions_are_read_without_imports_and_gaps_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not imported_by("from qwen_cache.command_line import version_lines; version_lines('x')") & {
+    assert not imported_by("from qwen_cache.options import version_lines; version_lines('x')") & {
         *HEAVY,
         "pyarrow",
     }
@@ -456,7 +456,7 @@ def test_bash_completes(program: str, typed: list[str], offered: set[str]) -> No
     )
     assert set(done.stdout.split()) == offered
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if "import time:" in line}
-    assert "qwen_cache.console" in imported
+    assert "qwen_cache.terminal" in imported
     assert not imported & {*HEAVY, "pyarrow", "numpy"}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.settings.train import LoraConfig
+from qwen_cache.settings.sections import LoraConfig
 from qwen_train.inference.loras import check_loras, load_loras
 from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
 from qwen_train.lora.export import attach, merge

@@ -22,19 +22,18 @@ import fsspec
 import pytest
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.client import Client, connection
 from qwen_cache.client import client as client_module
-from qwen_cache.client.client import PATIENCE
+from qwen_cache.client import connection
+from qwen_cache.client.client import PATIENCE, Client
 from qwen_cache.client.description import Sizes
 from qwen_cache.errors import ConfigError, ServerSilentError, SourceError, TooLargeError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.one_sample import sample_file
 from qwen_cache.format.shard import tensor_bytes
-from qwen_cache.settings.data import SIZES
+from qwen_cache.settings.sections import SIZES
 from qwen_cache.sources.places import read_bytes
-from qwen_cache.storage import bounds
-from qwen_cache.storage import url as remote
+from qwen_cache.storage import bounds, remote
 from qwen_cache.storage.http_client import bounded_client
 
 from .support.commands import Result, refused, run

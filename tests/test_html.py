@@ -7,8 +7,7 @@ import json
 import pytest
 from jinja2 import UndefinedError
 
-from qwen_cache.html.charts import BARS, bars
-from qwen_cache.html.page import FOLDER, environment, render
+from qwen_cache.html.page import BARS, FOLDER, bars, environment, render
 
 
 def test_a_value_is_text_and_json_is_json() -> None:

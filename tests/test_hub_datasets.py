@@ -23,7 +23,7 @@ READ = """
 import json, sys
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.sources.detect import read_source
-from qwen_cache.storage.url import location
+from qwen_cache.storage.remote import location
 for source, options in json.loads(sys.argv[1]):
     try:
         rows, problems = read_source(location(source), needs_control=True, **options)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
-from qwen_cache import image_grid as grid
+from qwen_cache.html import grid
 from qwen_train.inference.grid import Row, compare_grid
 
 from .support.grids import Box, box_of

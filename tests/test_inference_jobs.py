@@ -18,7 +18,7 @@ from PIL import Image
 from qwen_cache.errors import ConfigError, Problem, QwenCacheError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference.jobs import (
     GenerateJob,

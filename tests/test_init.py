@@ -13,7 +13,7 @@ from PIL import Image
 from qwen_cache.cli import init
 from qwen_cache.cli.doctor import Device, Torch
 from qwen_cache.models.family import FAMILIES
-from qwen_cache.settings.listing import all_settings
+from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import OTHER_NAMES, RENAMED, Config, known_keys, load_config
 
 from .support.commands import run

@@ -19,7 +19,7 @@ from qwen_cache.format.manifest import SHARD_PATTERN
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.states import State
 from qwen_cache.sources.rows import Row
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
 
 from .support.caches import build, contents, plan
 from .support.commands import refused, run

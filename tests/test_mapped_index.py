@@ -24,7 +24,7 @@ from qwen_cache.format.keys import Keys, first_of_each, hash_words
 from qwen_cache.format.rows import ListedSample, ListedSamples, taken
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update, read_existing
 from qwen_cache.format.verify import verify_cache
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
 
 from .support.paths import ROOT
 

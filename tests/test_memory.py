@@ -20,7 +20,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
 from qwen_cache.settings.load import load_config
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.inference.cached import generate_cached
 from qwen_train.memory import predict
 from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens_of

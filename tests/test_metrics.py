@@ -17,9 +17,9 @@ from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qwen_cache import open_cache
-from qwen_cache.console import clock, progress
 from qwen_cache.errors import TrainError
-from qwen_cache.settings.train import LoggingConfig
+from qwen_cache.settings.sections import LoggingConfig
+from qwen_cache.terminal import clock, progress
 from qwen_train import preflight
 from qwen_train import train as training
 from qwen_train.metrics import MetricsLog, StepStats, read_metrics

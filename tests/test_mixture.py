@@ -14,12 +14,10 @@ import pytest
 import torch
 
 from qwen_cache import open_cache
-from qwen_cache.batching.batch_plan import BatchPlan
-from qwen_cache.batching.epoch import Epochs, MixturePart
+from qwen_cache.batching import BatchPlan, Epochs, MixturePart
 from qwen_cache.errors import ConfigError, QwenCacheError
-from qwen_cache.settings.cache import CacheConfig
 from qwen_cache.settings.load import Config, load_config
-from qwen_cache.settings.train import TrainConfig, WeightedCache
+from qwen_cache.settings.sections import CacheConfig, TrainConfig, WeightedCache
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule

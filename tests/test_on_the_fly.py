@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from qwen_cache import open_cache
-from qwen_cache.batching.batch_plan import index_token_counts
+from qwen_cache.batching import index_token_counts
 from qwen_cache.encode.builder import prepare_service
 from qwen_cache.encode.load import load_lanes
 from qwen_cache.settings.load import load_config
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
 from qwen_train.data.served import ServedSamples
 from qwen_train.run_settings import ToEncode
 

@@ -32,7 +32,7 @@ from qwen_cache.inspect.images import THUMBNAIL
 from qwen_cache.inspect.page import FILES_SCRIPTS, SCRIPTS, evenly
 from qwen_cache.inspect.summary import survey
 from qwen_cache.models.folder import open_model
-from qwen_cache.storage.durable import locked, write_durably
+from qwen_cache.storage.files import locked, write_durably
 
 from .support.caches import build
 from .support.commands import command, run

@@ -25,7 +25,7 @@ OLD, NEW = b"old " * 2000, b"new, " * 2500
 REPLACE = """
 import sys
 from pathlib import Path
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
 from tests.faults.shim import Shim
 work, shim = Path(sys.argv[1]), Shim()
 record = open(work.with_name("record"), "wb", buffering=0)

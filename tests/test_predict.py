@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from qwen_cache.encode import tiles
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import load_config
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
 from qwen_train.inference.axes import grid_cells, parse_axes

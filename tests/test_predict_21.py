@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import comparison, generator, many
 from qwen_train.inference.generator import Generator
 from qwen_train.inference.images import save_images

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from qwen_cache.settings.inference import PredictConfig
-from qwen_cache.settings.train import LoraConfig
+from qwen_cache.settings.sections import LoraConfig, PredictConfig
 from qwen_train.inference import cells, generator
 from qwen_train.inference.axes import grid_cells, parse_axes
 from qwen_train.lora.adapter import add_lora, lora_weights, write_lora

@@ -21,7 +21,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 
 from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference import comparison, generator, many
 from qwen_train.inference.devices import Devices

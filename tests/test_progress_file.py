@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache import progress_file
+from qwen_cache import terminal
 from qwen_cache.cli.build_progress import progress_line
-from qwen_cache.console import counting, progress, set_verbosity
 from qwen_cache.encode.micro_batches import Batch, Lane, LaneState, WorkItem
 from qwen_cache.encode.write import Progress
+from qwen_cache.terminal import counting, progress, set_verbosity
 from qwen_train.launch import Launch, silence_others
 
 from .support.waiting import wait_until
@@ -21,8 +21,8 @@ from .support.waiting import wait_until
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(progress_file.VARIABLE, str(tmp_path / "progress.json"))
-    monkeypatch.setattr(progress_file, "_warned", type(progress_file._warned)())
+    monkeypatch.setenv(terminal.VARIABLE, str(tmp_path / "progress.json"))
+    monkeypatch.setattr(terminal, "_warned", type(terminal._warned)())
     return tmp_path / "progress.json"
 
 
@@ -77,7 +77,7 @@ def test_of_lines_inside_each_other_the_outer_one_is_written(file: Path) -> None
 def test_a_file_that_cannot_be_written_is_one_warning(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(progress_file.VARIABLE, str(file / "no such folder" / "file"))
+    monkeypatch.setenv(terminal.VARIABLE, str(file / "no such folder" / "file"))
     for _ in range(2):
         with counting("reading", total=1) as advance:
             advance(1)

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
-from qwen_cache.storage.checksums import sealed, write_checksums
+from qwen_cache.storage.remembered import sealed, write_checksums
 from qwen_train.lora.files import settings_in
 from qwen_train.publish import read_run, repository_of
 

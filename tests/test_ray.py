@@ -30,7 +30,7 @@ from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choos
 from qwen_cache.extras import install_command
 from qwen_cache.format.manifest import SHARD_PATTERN
 from qwen_cache.format.staging import Destination, Staging, keys_in
-from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.sections import CacheConfig
 
 from .support import node_lanes
 from .support.caches import SMALL, build

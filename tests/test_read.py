@@ -26,13 +26,13 @@ import torch
 import webdataset
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.command_line import explain_crashes
 from qwen_cache.extras import install_command
 from qwen_cache.format import directory
 from qwen_cache.format.shards import OPEN_SHARDS
 from qwen_cache.format.verify import verify_cache
-from qwen_cache.storage import mapped
-from qwen_cache.storage.url import Url
+from qwen_cache.options import explain_crashes
+from qwen_cache.storage import files as mapped
+from qwen_cache.storage.remote import Url
 
 from .support.commands import run
 from .support.paths import ROOT, load_tool
@@ -493,9 +493,7 @@ def test_a_shard_cut_short_under_a_reader_is_named(tmp_path: Path) -> None:
 
 
 def test_a_crash_by_a_signal_says_where() -> None:
-    code = (
-        f"from qwen_cache.command_line import {explain_crashes.__name__} as f; f(); import os; os.kill(os.getpid(), 7)"
-    )
+    code = f"from qwen_cache.options import {explain_crashes.__name__} as f; f(); import os; os.kill(os.getpid(), 7)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "Fatal Python error: Bus error" in done.stderr
     assert 'File "<string>", line 1' in done.stderr

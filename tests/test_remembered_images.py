@@ -22,12 +22,13 @@ from PIL import Image
 from qwen_cache.encode.plan import read_again
 from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.errors import SourceError
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources import arrow, webdataset
 from qwen_cache.sources.places import File, open_folder
-from qwen_cache.storage import remembered, remembered_files
-from qwen_cache.storage.remembered_files import RememberedFiles
-from qwen_cache.storage.url import Url, _version
+from qwen_cache.storage import remembered
+from qwen_cache.storage import remembered as remembered_files
+from qwen_cache.storage.remembered import RememberedFiles
+from qwen_cache.storage.remote import Url, _version
 
 from .support.caches import build
 from .support.commands import run

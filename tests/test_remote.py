@@ -36,9 +36,9 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import write_index
 from qwen_cache.format.manifest import with_checksum
 from qwen_cache.settings.load import load_config
-from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage import local_copies
-from qwen_cache.storage import url as remote
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.storage import remote
+from qwen_cache.storage import remote as local_copies
 from qwen_train.data.batches import Batches
 from qwen_train.data.mixture import Mixture
 from qwen_train.flow import NoiseSchedule
@@ -649,7 +649,7 @@ def test_a_size_that_no_disk_has_names_the_settings(size: int, served: Server) -
 
 HOLE = """
 import sys
-from qwen_cache.storage.local_copies import Copy
+from qwen_cache.storage.remote import Copy
 
 copy = Copy(sys.argv[1], 10_000_000)
 try:

@@ -24,10 +24,10 @@ from PIL import Image
 from safetensors.torch import load_file, save, save_file
 
 from qwen_cache import open_cache
-from qwen_cache.console import human_bytes, human_time
 from qwen_cache.errors import TrainError
-from qwen_cache.html.charts import GRID, POINTS
-from qwen_cache.storage.checksums import sealed
+from qwen_cache.html.page import GRID, POINTS
+from qwen_cache.storage.remembered import sealed
+from qwen_cache.terminal import human_bytes, human_time
 from qwen_train import report
 from qwen_train.report import smoothed, write_report
 from qwen_train.run_folder import METRICS_NAME, TIMES

@@ -28,9 +28,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from qwen_cache.errors import TrainError
 from qwen_cache.settings.load import load_config
-from qwen_cache.storage import durable
-from qwen_cache.storage.checksums import write_checksums
-from qwen_cache.storage.durable import LockHeldError, locked
+from qwen_cache.storage import files
+from qwen_cache.storage.files import LockHeldError, locked
+from qwen_cache.storage.remembered import write_checksums
 from qwen_train import checkpoint, preflight, prepare, weights
 from qwen_train import train as training
 from qwen_train.launch import Launch
@@ -522,7 +522,7 @@ def test_a_lock_file_that_was_removed_meanwhile_locks_nobody_out(
         patch.setattr(os, "open", opened)
         with pytest.raises(LockHeldError), locked(path):
             pytest.fail("the lock of a removed file")
-    monkeypatch.setattr(durable, "WINDOWS", windows)
+    monkeypatch.setattr(files, "WINDOWS", windows)
     with locked(path, remove=True):
         assert path.exists()
     assert not path.exists()
@@ -556,9 +556,9 @@ def test_a_checkpoint_of_another_run_is_not_replaced(train: Trainer, monkeypatch
 def test_older_checkpoints_are_removed_when_the_new_one_is_on_the_disk(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, events, rmtree, sync = train.folder / "out", list[str](), shutil.rmtree, durable.sync_folder
+    out, events, rmtree, sync = train.folder / "out", list[str](), shutil.rmtree, files.sync_folder
     monkeypatch.setattr(shutil, "rmtree", lambda path, **more: (events.append(f"-{path.name}"), rmtree(path, **more)))
-    monkeypatch.setattr(durable, "sync_folder", lambda path: (events.append(path.name), sync(path)))
+    monkeypatch.setattr(files, "sync_folder", lambda path: (events.append(path.name), sync(path)))
     train(train__max_steps=2, train__checkpointing_steps=1, train__checkpoints_total_limit=1)
     removed = "-.checkpoint-1.removed.tmp"
     assert events[events.index(removed) - 2 :][:3] == ["out", "-.checkpoint-2.old", removed]
@@ -577,7 +577,7 @@ def test_a_death_while_a_folder_is_replaced_leaves_one_whole(
         replace(source, target)
 
     def write(text: str) -> None:
-        with durable.whole_folder(path) as folder:
+        with files.whole_folder(path) as folder:
             (folder / "weights").write_text(text, encoding="utf-8")
 
     write("old")
@@ -585,7 +585,7 @@ def test_a_death_while_a_folder_is_replaced_leaves_one_whole(
         patch.setattr(os, "replace", dying)
         with pytest.raises(Crash):
             write("new")
-    with pytest.raises(OSError, match="full"), durable.whole_folder(path):
+    with pytest.raises(OSError, match="full"), files.whole_folder(path):
         raise OSError("full")
     assert [each.name for each in tmp_path.iterdir()] == ["transformer"]
     assert (path / "weights").read_text(encoding="utf-8") == "old"

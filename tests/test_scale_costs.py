@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qwen_cache.format import directory
 from qwen_cache.format.manifest import IndexFile, Manifest, Shard
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.storage import url
+from qwen_cache.settings.sections import CacheConfig
+from qwen_cache.storage import remote
 
 from .support.full_size import EDIT, REAL
 from .support.paths import ROOT, load_tool
@@ -31,7 +31,7 @@ def test_its_sizes_are_those_of_model_and_program() -> None:
     ((shapes, text),) = [(each.img_shapes, each.text_tokens) for each in EDIT]
     assert ([h * w for _, h, w in shapes], text) == ([costs.KINDS[0].latents] * 2, costs.KINDS[0].text)
     assert CacheConfig().shard_size == costs.SHARD
-    assert costs.BLOCK == url.BLOCK
+    assert costs.BLOCK == remote.BLOCK
     of_one, of_none = (
         len(Manifest(2, {}, IndexFile(0, 0, "0" * 32), (Shard(f"{'0' * 32}.tar", 84, 10**9),) * n).to_bytes())
         for n in (1, 0)

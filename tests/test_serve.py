@@ -23,7 +23,7 @@ from qwen_cache.format.update import Existing
 from qwen_cache.serve.access import read_token
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.run import token_for
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
 from qwen_cache.web import is_loopback, open_socket
 
 from .support.commands import refused, run

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.load import RENAMED, RENAMED_VALUES, Config, known_keys, load_config
-from qwen_cache.settings.yaml_text import MAX_BYTES
+from qwen_cache.settings.load import MAX_BYTES, RENAMED, RENAMED_VALUES, Config, known_keys, load_config
 
 from .support.commands import command, run
 

@@ -19,12 +19,11 @@ import yaml
 from huggingface_hub import DatasetCard
 from PIL import Image
 
-from qwen_cache import open_cache
+from qwen_cache import __version__, open_cache
 from qwen_cache.encode.saved_settings import public_settings, settings_of_build
 from qwen_cache.format.manifest import with_checksum
 from qwen_cache.settings.load import Config, load_config
-from qwen_cache.storage.url import Url
-from qwen_cache.version import __version__
+from qwen_cache.storage.remote import Url
 
 from .support.caches import build
 from .support.commands import Result, refused, run

@@ -534,7 +534,7 @@ def test_a_nunchaku_folder_is_loaded_by_diffusers_with_its_layers(
 
     from diffusers.quantizers.nunchaku import nunchaku_quantizer
 
-    from qwen_cache.settings.inference import PredictConfig
+    from qwen_cache.settings.sections import PredictConfig
     from qwen_train.inference.devices import choose
     from qwen_train.inference.pipeline import load_pipeline
 

@@ -29,11 +29,11 @@ from PIL import Image
 from qwen_cache.encode.plan import read_again
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import arrow
 from qwen_cache.sources.detect import Row, expand, read_content, read_source
 from qwen_cache.sources.places import TableFolder, parent
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import Url, location
 
 from .support.caches import build
 from .support.commands import refused, run
@@ -940,7 +940,7 @@ def test_postscript_in_a_png_is_a_problem_of_its_row(
 def test_a_server_that_lists_nothing_may_have_a_table_and_a_missing_one_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qwen_cache.storage.url.FIRST_WAIT", 0)
+    monkeypatch.setattr("qwen_cache.storage.remote.FIRST_WAIT", 0)
     put({"data/a.png": png(), "data/metadata.csv": "file_name,text\na.png,red\n"})
     with monkeypatch.context() as patch:
         patch.setattr(type(fsspec.filesystem("memory")), "find", lambda *_, **__: {})

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import detect as source
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.columns import COLUMNS, GENERIC, LIST_COLUMNS

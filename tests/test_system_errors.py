@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from qwen_cache.format.shard import ShardWriter
-from qwen_cache.storage.durable import whole_file
-from qwen_cache.system_errors import ADVICE, message_of
+from qwen_cache.storage.files import whole_file
+from qwen_cache.terminal import ADVICE, message_of
 
 from .support.commands import refused, run
 from .support.paths import ROOT
@@ -40,7 +40,7 @@ def system_error(number: int) -> OSError:
 @pytest.mark.parametrize("name", sorted(ADVICE.keys() - {"ENOENT"}))
 def test_reading(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     number = getattr(errno, name)
-    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(system_error(number)))
+    monkeypatch.setattr("qwen_cache.storage.files.open_file", failing(system_error(number)))
     advice = ADVICE[errno.errorcode[number]]  # some numbers have two names
     result = run("qwen-cache", "verify", EXAMPLE)
     refused(result, f"error: {EXAMPLE}/cache.json: {os.strerror(number)}\n  → {advice}\n")
@@ -108,7 +108,7 @@ def failing_at_the_name(error: OSError) -> Any:
 
 @pytest.mark.parametrize("text", ["", "Unable to allocate 3.00 TiB\nfor an array"])
 def test_no_memory_is_no_bug(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(MemoryError(text) if text else MemoryError()))
+    monkeypatch.setattr("qwen_cache.storage.files.open_file", failing(MemoryError(text) if text else MemoryError()))
     found = " (Unable to allocate 3.00 TiB for an array)" if text else ""
     refused(run("qwen-cache", "verify", EXAMPLE), f"error: not enough memory{found}\n  → close other programs, or")
 
@@ -117,7 +117,7 @@ def test_no_memory_is_no_bug(text: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_bug_keeps_its_traceback(number: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """None: an error of a library that only calls itself an OSError."""
     error = system_error(number) if number else OSError("cannot identify the image")
-    monkeypatch.setattr("qwen_cache.storage.mapped.open_file", failing(error))
+    monkeypatch.setattr("qwen_cache.storage.files.open_file", failing(error))
     with pytest.raises(OSError, match=r"Invalid argument|Bad file descriptor|Bad address|cannot identify"):
         run("qwen-cache", "verify", EXAMPLE)
 

@@ -22,8 +22,7 @@ from peft.utils import set_peft_model_state_dict
 from torch import Tensor
 
 from qwen_cache import open_cache
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.settings.train import WeightedCache
+from qwen_cache.settings.sections import CacheConfig, WeightedCache
 from qwen_train import loss as loss_module
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoiseDraw, NoisedSample

@@ -21,10 +21,9 @@ from typing import Any
 import pytest
 
 from qwen_cache import QwenCacheError, open_cache
-from qwen_cache.console import console, counting
 from qwen_cache.errors import Problem
 from qwen_cache.format.manifest import with_checksum
-from qwen_cache.plain_output import PlainStream
+from qwen_cache.terminal import PlainStream, console, counting
 
 from .support.caches import build
 from .support.commands import Result, command, run
@@ -229,7 +228,7 @@ def test_long_runs_of_spaces_and_returns_take_no_longer_than_other_text() -> Non
 
 OTHERS = """
 import logging, sys, threading, warnings
-from qwen_cache import command_line
+from qwen_cache import options
 from qwen_cache.cli.app import app
 
 hostile = sys.argv.pop()
@@ -249,7 +248,7 @@ def fails():
     print(hostile)
     raise RuntimeError(hostile)
 
-command_line.run_app(app, {})
+options.run_app(app, {})
 """
 
 
@@ -340,8 +339,7 @@ def test_verbose_prints_tracebacks_and_the_time(cache: Path, tmp_path: Path, mon
 # ---- one place -------------------------------------------------------------------------------------------------------
 
 WRITERS = {
-    "qwen_cache/console.py": {"print"},
-    "qwen_cache/plain_output.py": {"Console"},
+    "qwen_cache/terminal.py": {"print", "Console"},
     "qwen_cache/cli/encode_worker.py": {"print"},  # its address to the trainer, through a pipe
     "qwen_cache/serve/log.py": {"print"},  # a line of JSON for each event
     "qwen_train/data/own_server.py": {"print"},  # a token to the worker, through a pipe

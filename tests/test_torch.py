@@ -26,7 +26,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from qwen_cache import open_cache, shared_batches, webdataset
+from qwen_cache import open_cache, webdataset
+from qwen_cache import torch as shared_batches
 from qwen_cache.errors import ChecksumError, ConfigError, QwenCacheError, ShardError
 from qwen_cache.torch import TENSORS, CacheBatches, CacheDataset, collate
 

@@ -32,13 +32,13 @@ from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from qwen_cache import open_cache
-from qwen_cache.console import human_bytes
 from qwen_cache.format.directory import commit
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import write_index
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
 from qwen_cache.settings.load import Config, load_config
-from qwen_cache.storage.checksums import write_checksums
+from qwen_cache.storage.remembered import write_checksums
+from qwen_cache.terminal import human_bytes
 from qwen_train import checkpoint
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
@@ -691,7 +691,7 @@ TRAINING = """
 import sys
 import qwen_cache.cli.import_
 print("importing", *sys.modules)
-from qwen_cache.storage.checksums import write_checksums
+from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.settings.load import load_config
 from qwen_train.train import train
 train(load_config(None, sys.argv[3:], cache__path=sys.argv[1], model__path=sys.argv[2]))

@@ -24,7 +24,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.listing import all_settings
+from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import load_config
 from qwen_cache.ui.access import IMAGES, Access
 from qwen_cache.ui.pages import HERE, PAGES, PATHS, STATIC

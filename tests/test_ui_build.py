@@ -18,7 +18,7 @@ from qwen_cache.settings.load import load_config
 from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened
 from qwen_cache.ui.build_command import Form, checked
 from qwen_cache.ui.devices import Device, Found, found
-from qwen_cache.ui.jobs import Checked
+from qwen_cache.ui.jobs.checks import Checked
 from qwen_cache.ui.workspace import Workspace
 
 from .support.browser import chromium, new_page

@@ -31,7 +31,8 @@ from qwen_cache.ui.data import row_images, scan
 from qwen_cache.ui.data.routes import routes_of
 from qwen_cache.ui.data.row_images import Thumbnails
 from qwen_cache.ui.decoding import Room
-from qwen_cache.ui.jobs import Checked, Command
+from qwen_cache.ui.jobs.checks import Checked
+from qwen_cache.ui.jobs.command import Command
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import open_socket
 
@@ -564,7 +565,7 @@ def test_duplicates_and_outliers(project: Path, page: Page, monkeypatch: pytest.
     Image.new("L", SIZE, 255).save(data / "control_images/a_mask.png")
     Image.new("L", SIZE, 0).save(data / "control_images/c_mask.png")
     (data / "target_images/many00.png").write_bytes(b"no image")
-    monkeypatch.setattr("qwen_cache.storage.remembered_files.is_settled", lambda *_: True)  # as after two seconds
+    monkeypatch.setattr("qwen_cache.storage.remembered.is_settled", lambda *_: True)  # as after two seconds
     found = scanned(page)
     assert found["repeated_target"] == [["copy", "d", "same"]]
     assert found["near_duplicate"] == [["a", "near"]]

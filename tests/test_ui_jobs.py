@@ -20,10 +20,24 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
-from qwen_cache.storage.durable import locked
-from qwen_cache.ui.jobs import Checks, Command, Job, NoJobError, Queue
-from qwen_cache.ui.jobs.job import ENDED, JOB, LOCK, OUTPUT, OUTPUT_BYTES, PROGRESS, STARTED, read_job, write_json
+from qwen_cache.storage.files import locked
+from qwen_cache.ui.jobs.checks import Checks
+from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.job import (
+    ENDED,
+    JOB,
+    LOCK,
+    OUTPUT,
+    OUTPUT_BYTES,
+    PROGRESS,
+    STARTED,
+    Job,
+    NoJobError,
+    read_job,
+    write_json,
+)
 from qwen_cache.ui.jobs.process import began
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.jobs.routes import routes_of
 from qwen_cache.ui.jobs.scheduler import to_start
 from qwen_cache.web import RefusedError, answer

@@ -14,7 +14,8 @@ from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_cache.ui.jobs import Checked, Checks, Command
+from qwen_cache.ui.jobs.checks import Checked, Checks
+from qwen_cache.ui.jobs.command import Command
 from qwen_cache.ui.train import metrics
 
 from .support.browser import chromium, new_page

@@ -23,9 +23,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.settings.load import load_config
-from qwen_cache.settings.train import ValidationConfig
-from qwen_cache.settings.yaml_text import parse_yaml
+from qwen_cache.settings.load import load_config, parse_yaml
+from qwen_cache.settings.sections import ValidationConfig
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.run_settings import ToEncode

@@ -10,7 +10,7 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.cli import watch as watch_command
-from qwen_cache.storage.durable import locked
+from qwen_cache.storage.files import locked
 
 from .support.caches import build
 from .support.commands import Result, run

@@ -23,7 +23,7 @@ from torchao.quantization import Int8WeightOnlyConfig
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train import train as training
 from qwen_train import weights
 from qwen_train.inference.devices import choose

@@ -22,7 +22,7 @@ from qwen_cache.encode.text import kept_tokens
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
-from qwen_cache.settings.train import WeightedCache
+from qwen_cache.settings.sections import WeightedCache
 from qwen_train.data.batches import NoisedSample
 from qwen_train.data.mixture import Mixture
 from qwen_train.loss import compute_loss

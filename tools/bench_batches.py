@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.batching.batch_plan import BatchPlan, IntArray, Summary
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.batching import BatchPlan, IntArray, Summary
+from qwen_cache.settings.sections import TrainConfig
 
 
 def wide_mixture(samples: int, seed: int = 0) -> IntArray:

@@ -32,7 +32,6 @@ import numpy as np
 from PIL import Image
 
 from qwen_cache.cli.build import run_build
-from qwen_cache.console import plural
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.plan import PlannedSample
@@ -43,6 +42,7 @@ from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.sources import places
 from qwen_cache.storage import remembered
+from qwen_cache.terminal import plural
 
 ROOT = Path(__file__).parents[1]
 BUCKET = "bench"

@@ -161,8 +161,8 @@ def open_it(folder: Path) -> Any:
 
 def plan_epoch(folder: Path) -> None:
     """The first batches of an epoch."""
-    from qwen_cache.batching.batch_plan import BatchPlan, index_token_counts
-    from qwen_cache.settings.train import TrainConfig
+    from qwen_cache.batching import BatchPlan, index_token_counts
+    from qwen_cache.settings.sections import TrainConfig
 
     cache = open_it(folder)
     plan = BatchPlan(index_token_counts(cache.table, cache.folder), TrainConfig(max_tokens=1000))

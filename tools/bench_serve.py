@@ -36,7 +36,7 @@ import numpy as np
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.client import Client
+from qwen_cache.client.client import Client
 from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders

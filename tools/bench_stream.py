@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 from bench_read import Samples, write_cache
 
-from qwen_cache.batching.batch_plan import RankBatch
+from qwen_cache.batching import RankBatch
 from qwen_cache.format.cache import Cache, open_cache
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import Batch, Batches, Buffers
 from qwen_train.flow import NoiseSchedule
 

@@ -38,9 +38,9 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.utils import logging
 from peft import LoraConfig
 
-from qwen_cache.batching.batch_plan import BatchPlan
+from qwen_cache.batching import BatchPlan
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 

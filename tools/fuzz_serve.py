@@ -42,7 +42,7 @@ from bench_serve import SETTINGS, Server, write_source
 from hostile_requests import hostile_request
 
 from qwen_cache import open_cache
-from qwen_cache.client import Client
+from qwen_cache.client.client import Client
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.serve.messages import States
 

@@ -33,7 +33,7 @@ from typing import Any
 
 from gpu import page
 
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.files import write_durably
 
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "docs" / "gpu"

@@ -19,12 +19,12 @@ VAE_TFLOP = 2.85  # to encode 1024² pixels, with 2-D convolutions
 LATENTS_OF_A_MEGAPIXEL = 4096
 PEAK_TFLOPS, SHARE_OF_PEAK = 989.0, 0.4  # H100 SXM, bfloat16 without sparsity
 SHARD = 10**9  # bytes: cache.shard_size
-BLOCK = 8_000_000  # bytes of one request: storage/url.py
+BLOCK = 8_000_000  # bytes of one request: storage/remote.py
 SHARDS_OF_A_MANIFEST = 400_000  # that fit into its 64 MiB: format/directory.py
 ROW_OF_INDEX = 195  # bytes in Parquet: 20,000 rows with random hashes and prompts of ten words
 ROW_IN_A_TRAINER, ROW_IN_A_BUILD = 300, 1500  # bytes of memory, at most: the goals that tools/bench_scale.py checks
 HOST = 256 * 10**9  # bytes of memory of a machine
-PUT_PART = 1 << 24  # bytes of one request when a shard is uploaded: qwen_cache/storage/s3_store.py
+PUT_PART = 1 << 24  # bytes of one request when a shard is uploaded: qwen_cache/storage/stores.py
 PRICES = {
     "GPU hour": (3.0, "H100 on demand; comparison sites list 2.5 to 4, early 2026"),
     "GB and month": (0.021, "S3 Standard above 500 TB, us-east-1; the provider's list, 2025"),

@@ -8,8 +8,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qwen_cache.command_line import run_app, version_option
-from qwen_cache.config_command import add_config_command
 from qwen_cache.options import (
     DEVICES,
     INPUT,
@@ -23,9 +21,12 @@ from qwen_cache.options import (
     Json,
     Model,
     ReadPath,
+    add_config_command,
     command,
+    run_app,
     setting,
     setting_argument,
+    version_option,
 )
 from qwen_cache.settings.given import Given
 
@@ -288,7 +289,7 @@ def build(
     from qwen_cache.cli.watch import run_watch
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.remembered import rehashing
-    from qwen_cache.storage.upload import destination
+    from qwen_cache.storage.stores import destination
 
     edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
@@ -323,8 +324,8 @@ def build(
 
 def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:
     """Split `--edit-mask head=PATH`, the old spelling, into two options; ConfigError if no head is expected."""
-    from qwen_cache.console import console
     from qwen_cache.errors import ConfigError
+    from qwen_cache.terminal import console
 
     name, equals, path = edit_mask.value.partition("=") if edit_mask else ("", "", "")
     if edit_mask is None or not equals:

@@ -15,19 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.cli.build_progress import progress_line
-from qwen_cache.command_line import fail
-from qwen_cache.console import (
-    FAILED,
-    FAULTS,
-    console,
-    counting,
-    human_bytes,
-    human_time,
-    plural,
-    print_json,
-    print_problems,
-    verbatim,
-)
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
 from qwen_cache.encode.cluster import on_cluster
@@ -48,15 +35,28 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.update import Update
-from qwen_cache.plain_text import plain
+from qwen_cache.options import fail
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import (
+    FAILED,
+    FAULTS,
+    console,
+    counting,
+    human_bytes,
+    human_time,
+    plural,
+    print_json,
+    print_problems,
+    verbatim,
+)
+from qwen_cache.text import plain
 
 if TYPE_CHECKING:
-    from qwen_cache.client import Client
+    from qwen_cache.client.client import Client
     from qwen_cache.encode.micro_batches import LaneState
-    from qwen_cache.plain_output import PlainConsole
+    from qwen_cache.terminal import PlainConsole
 
 MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
@@ -152,7 +152,7 @@ def check_at(**given: object) -> None:
 def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
     """A client of the server `at`, and its encoders; without any on this machine."""
     require("aiohttp")
-    from qwen_cache.client import Client
+    from qwen_cache.client.client import Client
     from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding
 
     with Client(at) as client:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import human_bytes, plural, progress
 from qwen_cache.encode.write import Progress
-from qwen_cache.plain_text import plain
+from qwen_cache.terminal import human_bytes, plural, progress
+from qwen_cache.text import plain
 
 if TYPE_CHECKING:
     from qwen_cache.encode.micro_batches import LaneState

@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import console, counting, plural, print_json, print_problems
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.grounding.phrase import literal
 from qwen_cache.models.folder import ModelFolder, check_name, open_language_model, open_model
-from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.caption_files import CaptionFiles, caption_files
 from qwen_cache.sources.detect import read_source
 from qwen_cache.sources.reading import reading
 from qwen_cache.sources.rows import Row
-from qwen_cache.storage.url import location
+from qwen_cache.storage.remote import location
+from qwen_cache.terminal import console, counting, plural, print_json, print_problems
+from qwen_cache.text import plain, shell_line
 
 PARTS = ("text_encoder", "tokenizer", "processor")
 

@@ -20,13 +20,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qwen_cache.command_line import IN_BUG_REPORTS
-from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError, first_line
-from qwen_cache.extras import EXTRAS, PACKAGE, install_command, installed, requirements
-from qwen_cache.plain_text import plain
-from qwen_cache.storage.durable import cache_home
-from qwen_cache.version import __version__
+from qwen_cache.extras import EXTRAS, PACKAGE, __version__, install_command, installed, requirements
+from qwen_cache.options import IN_BUG_REPORTS
+from qwen_cache.storage.files import cache_home
+from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
+from qwen_cache.text import plain
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -6,11 +6,11 @@ import os
 import sys
 
 from qwen_cache.cli.serve import require_serve
-from qwen_cache.console import counting
 from qwen_cache.encode import builder
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
+from qwen_cache.terminal import counting
 
 LARGEST = 1 << 40  # bytes of a row's images: they are those of the trainer on this machine
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json, print_problems, verbatim
 from qwen_cache.exporters.writer import ExportPlan, ToolName, check_folder, plan_export, write_export
 from qwen_cache.format.cache import open_configured
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import FAILED, console, counting, human_bytes, plural, print_json, print_problems, verbatim
+from qwen_cache.text import plain
 
 
 def run_export(

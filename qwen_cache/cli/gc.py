@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qwen_cache.console import console, human_bytes, plural, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.directory import collect_garbage
 from qwen_cache.format.remote import find_garbage, remove_garbage
-from qwen_cache.plain_text import plain
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import console, human_bytes, plural, print_json
+from qwen_cache.text import plain
 
 GRACE_HOURS = 24.0  # longer than the upload of a shard, or of one step of a build
 

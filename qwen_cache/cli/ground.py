@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch.nn.functional import interpolate, max_pool2d
 
-from qwen_cache.console import plural, print_done, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
@@ -33,7 +32,8 @@ from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import open_rgb_file
 from qwen_cache.sources.sizes import Size, calculate_dimensions
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.terminal import plural, print_done, print_json
 
 RED = (255, 0, 0)
 OPACITY = 0.5  # of the red where the mask is 1: the image still shows through

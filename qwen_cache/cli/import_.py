@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import FAILED, console, counting, human_bytes, plural, print_json, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format import directory
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
@@ -24,8 +23,9 @@ from qwen_cache.importers.writer import (
     prepare,
     run,
 )
-from qwen_cache.plain_text import plain, shell_line
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import FAILED, console, counting, human_bytes, plural, print_json, verbatim
+from qwen_cache.text import plain, shell_line
 
 MAX_PROBLEMS = 20  # that are listed
 

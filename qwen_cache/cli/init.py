@@ -16,18 +16,17 @@ from statistics import median_low
 from typing import Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
-from qwen_cache.console import console, human_bytes, plural, print_json, print_problems
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
-from qwen_cache.plain_text import plain, shell_line
-from qwen_cache.settings.listing import comment, settings_file
-from qwen_cache.settings.load import CONFIG_NAME, Config, overridden
-from qwen_cache.settings.yaml_text import parse_yaml
+from qwen_cache.settings.describe import comment, settings_file
+from qwen_cache.settings.load import CONFIG_NAME, Config, overridden, parse_yaml
 from qwen_cache.sources.detect import Readable, Row, read_source
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.reading import reading
-from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_cache.storage.url import location
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.remote import location
+from qwen_cache.terminal import console, human_bytes, plural, print_json, print_problems
+from qwen_cache.text import plain, shell_line
 
 HEADERS = 32
 """Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""

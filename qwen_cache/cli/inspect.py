@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from qwen_cache.console import console, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.inspect.compare import compare
 from qwen_cache.inspect.images import ImageSource, decoded_images, stored_images
@@ -15,11 +14,11 @@ from qwen_cache.inspect.page import check_page_path, write_page
 from qwen_cache.inspect.sample import describe
 from qwen_cache.inspect.summary import SourceComparison, survey
 from qwen_cache.inspect.terminal import print_sample, print_survey
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.remembered import rehashing
-from qwen_cache.storage.url import location
+from qwen_cache.storage.remote import LocalCopies, location
+from qwen_cache.terminal import console, print_json
+from qwen_cache.text import plain
 
 THUMBNAILS = 200
 """Samples with images on a page, by default: some 10 MB."""

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qwen_cache.console import console, counting, human_bytes, plural, print_json
+from qwen_cache.extras import __version__
 from qwen_cache.format import directory
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.migrate import migrate, plan_migration
 from qwen_cache.format.update import Update
-from qwen_cache.plain_text import plain
-from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import location
-from qwen_cache.version import __version__
+from qwen_cache.settings.sections import check_compression
+from qwen_cache.storage.remote import LocalCopies, location
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import console, counting, human_bytes, plural, print_json
+from qwen_cache.text import plain
 
 OnSample = Callable[[int], None]
 

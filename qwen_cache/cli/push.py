@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import console, counting, human_bytes, plural, print_done, print_json, print_text
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
-from qwen_cache.plain_text import plain
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.terminal import console, counting, human_bytes, plural, print_done, print_json, print_text
+from qwen_cache.text import plain
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _write_preview(folder: Path, card: str, files: dict[str, Path | bytes]) -> N
     """Write the card and what it shows."""
     from qwen_cache.share.card import CARD
     from qwen_cache.share.gallery import GALLERY
-    from qwen_cache.storage.durable import make_folder, write_durably
+    from qwen_cache.storage.files import make_folder, write_durably
 
     make_folder(folder)
     write_durably(folder / CARD, card.encode("utf-8"))

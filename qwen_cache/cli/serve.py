@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qwen_cache.console import console, counting, plural, print_json, print_problems, print_text, verbatim
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.extras import require
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import console, counting, plural, print_json, print_problems, print_text, verbatim
 
 
 def run_serve(config: Config, *, as_json: bool) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.table import Table
 
-from qwen_cache.console import FAULTS, console, counting, plural, print_json, results, verbatim
 from qwen_cache.encode.load import check_devices, load_lanes
 from qwen_cache.encode.rounding import Difference
 from qwen_cache.encode.saved_settings import HUB_DATASETS, settings_of_build
@@ -19,10 +18,11 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.manifest import DEFAULT_RECIPE
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.terminal import FAULTS, console, counting, plural, print_json, results, verbatim
+from qwen_cache.text import plain
 
 SHOWN = 20
 """Findings and changed samples that are listed; --json has all."""
@@ -68,7 +68,7 @@ def _open(path: str, settings: Config) -> Cache:
     """The cache; of several recipes the one named, else `default`."""
     if settings.cache.recipe is None:
         from qwen_cache.format.cache import open_recipes
-        from qwen_cache.storage.local_copies import LocalCopies
+        from qwen_cache.storage.remote import LocalCopies
 
         found = open_recipes(path, LocalCopies.of_settings(settings.cache))
         if DEFAULT_RECIPE in found:

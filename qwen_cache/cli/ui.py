@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
 
-from qwen_cache.console import console, plural, print_json, print_text, verbatim
 from qwen_cache.extras import require
+from qwen_cache.terminal import console, plural, print_json, print_text, verbatim
 
 
 def run_ui(folder: Path, allowed: Sequence[Path], port: int, *, browser: bool, as_json: bool) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from qwen_cache.console import FAULTS, console, counting, plural, print_json
 from qwen_cache.format.verify import verify_cache
-from qwen_cache.plain_text import plain
+from qwen_cache.terminal import FAULTS, console, counting, plural, print_json
+from qwen_cache.text import plain
 
 
 def run_verify(cache: str, *, as_json: bool) -> int:

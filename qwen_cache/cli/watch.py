@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from qwen_cache.cli.build import build, open_at, plan_build
-from qwen_cache.console import console, print_problems, verbatim
 from qwen_cache.encode import builder
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.load import check_devices, load_lanes
@@ -24,7 +23,7 @@ from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.update import Existing
 from qwen_cache.settings.load import Config
-from qwen_cache.system_errors import message_of
+from qwen_cache.terminal import console, message_of, print_problems, verbatim
 
 FINAL = (ConfigError, DeviceError, FormatError, ModelError)
 

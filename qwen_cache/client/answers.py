@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import HASH_PATTERN
-from qwen_cache.json_text import parse_json
+from qwen_cache.text import parse_json
 
 MAX_SAMPLES = 1000  # of one row
 UPGRADE = "install the same version of qwen-cache here and there"

@@ -13,9 +13,8 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import CacheConfig, DataConfig
 from qwen_cache.sources.rows import MAX_SIDE
 
 Area = Annotated[int, Field(gt=0, le=1 << 30)]

@@ -8,7 +8,6 @@ from typing import Any, Self
 
 from qwen_cache.client.client import MAX_SAMPLE, Client, sample_parts
 from qwen_cache.client.description import served_model, served_settings
-from qwen_cache.console import counting, print_problems
 from qwen_cache.encode.builder import BuildJob, as_encoded, check_family, check_tokens, plan_build, read_rows
 from qwen_cache.encode.estimate import most_bytes
 from qwen_cache.encode.plan import PlannedSample, read_again
@@ -18,12 +17,13 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.update import Existing
-from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import check_compression
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import location
+from qwen_cache.storage.remote import location
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import counting, print_problems
 
 THREADS = 16  # requests at a time: several are in each batch of the server's lanes
 IN_FLIGHT = 48  # samples ahead of the writer

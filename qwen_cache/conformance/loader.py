@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qwen_cache.extras import __version__
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import recipe_id
@@ -27,7 +28,6 @@ from qwen_cache.format.rows import ListedSample, ListedSamples
 from qwen_cache.format.update import Existing, carry_out, open_staging, plan_update
 from qwen_cache.importers.source import ImportedSample
 from qwen_cache.importers.writer import describe
-from qwen_cache.version import __version__
 
 Adapter = Callable[[Path, float], Iterable[Mapping[str, Any]]]
 WIDTH = 64

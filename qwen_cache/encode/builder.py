@@ -19,7 +19,6 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from qwen_cache.console import plural
 from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
 from qwen_cache.encode.recipe import make_recipe, recipe_changes
@@ -39,16 +38,16 @@ from qwen_cache.format.update import Existing, Update, plan_update, read_existin
 from qwen_cache.grounding.phrase import has_marks
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.models.template import pixel_token, pixel_token_told
-from qwen_cache.settings.cache import check_compression
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import check_compression
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_content
 from qwen_cache.sources.garbage import without_gc
 from qwen_cache.sources.reading import reading
 from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import plural
 
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 

@@ -25,8 +25,8 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.processor import PROCESSORS, load_processor, load_tokenizer, make_processor
 from qwen_cache.models.text_encoder import load_text_encoder, text_encoder_type
 from qwen_cache.models.vision_tower import batch_windows
-from qwen_cache.settings.caption import CaptionConfig
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import CaptionConfig
 from qwen_cache.sources.images import open_rgb
 from qwen_cache.sources.rows import Row
 

@@ -30,7 +30,7 @@ from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceEr
 from qwen_cache.extras import install_command
 from qwen_cache.format.remote import Stored
 from qwen_cache.format.staging import Destination
-from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.sections import CacheConfig
 
 if TYPE_CHECKING:
     import ray

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import human_bytes
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import DeviceError
 from qwen_cache.models.family import estimate_tokens
 from qwen_cache.models.folder import read_config
-from qwen_cache.settings.cache import CacheConfig
+from qwen_cache.settings.sections import CacheConfig
 from qwen_cache.sources.sizes import Size, calculate_dimensions
+from qwen_cache.terminal import human_bytes
 
 if TYPE_CHECKING:
     from qwen_cache.encode.memory import DeviceMemory, TextWork

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from qwen_cache.console import human_bytes
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import BuildPlan, PlannedSample
 from qwen_cache.format.remote import STAGED
@@ -22,12 +21,13 @@ from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.format.update import Update
 from qwen_cache.models.family import estimate_tokens
 from qwen_cache.sources.sizes import img_shapes
-from qwen_cache.storage.durable import cache_home
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import cache_home
+from qwen_cache.storage.remote import Url
+from qwen_cache.terminal import human_bytes
 
 TEMPLATE = 1000  # tokens around the prompt and 32 images: more than any template has
 OTHER = 32_000_000  # bytes of header, thumbnails and attention: more than an image of 10 megapixels needs
-COMPRESSED = 0.7  # of the bytes, with zstd: settings/cache.py
+COMPRESSED = 0.7  # of the bytes, with zstd: settings/sections.py
 
 
 @dataclass(frozen=True)

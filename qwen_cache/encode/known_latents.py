@@ -26,7 +26,7 @@ from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shards import LocalShards, RangedShards, SampleBytes
 from qwen_cache.format.update import Existing
 from qwen_cache.sources.sizes import Size, img_shapes
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
 
 if TYPE_CHECKING:
     import torch

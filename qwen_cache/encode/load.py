@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qwen_cache.console import console
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import console
 
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes

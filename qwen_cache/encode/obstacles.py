@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import human_bytes, plural
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.device_plan import DevicePlan
 from qwen_cache.encode.estimate import disk_bytes, free_bytes
@@ -19,9 +18,10 @@ from qwen_cache.encode.plan import RECIPE, BuildPlan
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
-from qwen_cache.plain_text import plain, shell_line
-from qwen_cache.storage.durable import cache_home
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import cache_home
+from qwen_cache.storage.remote import Url
+from qwen_cache.terminal import human_bytes, plural
+from qwen_cache.text import plain, shell_line
 
 SURE = 0.9  # of the estimated bytes: a build that may just fit is not refused
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TypeVar
 
-from qwen_cache.console import plural
 from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage, RememberedImages
 from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
@@ -26,9 +25,8 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.family import family_of
-from qwen_cache.sources.detect import Readable, Row
 from qwen_cache.sources.garbage import without_gc
-from qwen_cache.sources.rows import limits_exceeded
+from qwen_cache.sources.rows import Readable, Row, limits_exceeded
 from qwen_cache.sources.sizes import (
     Resolution,
     Size,
@@ -38,6 +36,7 @@ from qwen_cache.sources.sizes import (
     sizes_of,
     sizes_to_generate,
 )
+from qwen_cache.terminal import plural
 
 T = TypeVar("T")
 

@@ -1,6 +1,6 @@
 """The images of a plan: content hash, size and whether they decode, from memory if they have not changed.
 
-The memory is that of `storage/remembered_files.py`. Another version of this program, of Pillow, or of a package that
+The memory is that of `storage/remembered.py`. Another version of this program, of Pillow, or of a package that
 reads HEIC or JPEG XL may see another size or decode other files, so it starts with an empty memory. An image that could
 not be decoded is read again each time.
 """
@@ -17,14 +17,14 @@ from pathlib import Path
 import PIL
 
 from qwen_cache.errors import SourceError
+from qwen_cache.extras import __version__
 from qwen_cache.format.identity import content_hash
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.images import PLUGINS, has_other_profile, open_mask, open_rgb, upright_size
 from qwen_cache.sources.rows import Readable, Row
 from qwen_cache.sources.sizes import Size
-from qwen_cache.storage.remembered_files import RememberedFiles
-from qwen_cache.storage.url import Url, location
-from qwen_cache.version import __version__
+from qwen_cache.storage.remembered import RememberedFiles
+from qwen_cache.storage.remote import Url, location
 
 FACTS = struct.Struct("<16sII??")  # content hash, width, height, decoded, has another profile
 

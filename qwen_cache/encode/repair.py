@@ -24,9 +24,9 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
 from qwen_cache.format.update import Existing, Update, by_position, plan_update
 from qwen_cache.format.verify import damaged_shards
-from qwen_cache.plain_text import shell_line
 from qwen_cache.settings.load import CONFIG_NAME, load_config
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.text import shell_line
 
 DAMAGED = "damaged"
 _DROP = "or drop the sample with --on-error skip"

@@ -15,12 +15,10 @@ from typing import Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, overridden
-from qwen_cache.settings.yaml_text import MAX_BYTES, parse_yaml
-from qwen_cache.storage.durable import write_durably
-from qwen_cache.storage.mapped import read_file
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, load_config, overridden, parse_yaml
+from qwen_cache.storage.files import read_file, write_durably
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import store_of
 
 HUB_DATASETS = "hf://datasets/"
 _PRIVATE = ("source", "mask_head", "allow_urls", "slice", "on_error")

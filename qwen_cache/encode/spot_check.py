@@ -44,11 +44,10 @@ from qwen_cache.format.identity import differences
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.update import Existing
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.settings.data import DataConfig
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import CacheConfig, DataConfig
 from qwen_cache.sources.detect import Row
-from qwen_cache.storage.url import location
+from qwen_cache.storage.remote import location
 
 Positions = npt.NDArray[np.int64]
 SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale", "condition_image_size")

@@ -29,7 +29,7 @@ from qwen_cache.encode.builder import (
 from qwen_cache.encode.chunks import cut_into_chunks
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConflictError
-from qwen_cache.extras import installed
+from qwen_cache.extras import __version__, installed
 from qwen_cache.format.finished import replaced_shards
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import conflict
@@ -42,8 +42,7 @@ from qwen_cache.format.update import (
     copy_if_there,
     open_staging,
 )
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.version import __version__
+from qwen_cache.storage.remote import LocalCopies
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.exporters import diffsynth, diffusion_pipe, musubi, qflux
 from qwen_cache.exporters.target import FOR_PEOPLE, Export, NamedSample, Refusal, Tool
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import IndexRow
 from qwen_cache.models.family import QWEN_IMAGE
-from qwen_cache.storage.durable import whole_folder
+from qwen_cache.storage.files import whole_folder
+from qwen_cache.terminal import plural
 
 ToolName = Literal["musubi", "diffusion-pipe", "diffsynth", "qflux"]
 TOOLS: dict[ToolName, Tool] = {

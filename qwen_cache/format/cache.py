@@ -31,10 +31,9 @@ from qwen_cache.format.rows import KeyedRows, taken
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
 from qwen_cache.format.tensor import TensorSpec
-from qwen_cache.settings.cache import LOCAL_COPIES_SIZE, CacheConfig
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.mapped import is_cut_short
-from qwen_cache.storage.url import Url, location
+from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
+from qwen_cache.storage.files import is_cut_short
+from qwen_cache.storage.remote import LocalCopies, Url, location
 
 if TYPE_CHECKING:
     import torch

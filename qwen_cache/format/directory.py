@@ -21,22 +21,25 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
 from qwen_cache.format.remote import STAGING
-from qwen_cache.storage.durable import (
+from qwen_cache.storage.files import (
     LockHeldError,
     NoLocksError,
+    NotAFileError,
     is_link,
     locked,
     make_folder,
+    map_file,
     move,
+    open_file,
+    read_file,
     replace,
     sync_folder,
     unless_in_use,
     write_durably,
 )
-from qwen_cache.storage.mapped import NotAFileError, map_file, open_file, read_file
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
-from qwen_cache.system_errors import naming
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import store_of
+from qwen_cache.terminal import naming
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls

@@ -1,7 +1,7 @@
 """Strict reading of JSON: every key is taken by name and type, and unknown keys are refused.
 
 A key whose value has `"must_understand": false` may be ignored; repeated keys, NaN and Infinity are not valid JSON.
-JSON that is not of the format is read by `qwen_cache.json_text`.
+JSON that is not of the format is read by `qwen_cache.text`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from qwen_cache.errors import FormatError, ManifestError, UnknownKeyError
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json
-from qwen_cache.json_text import each_key_once
+from qwen_cache.text import each_key_once
 
 
 class Fields:

@@ -14,8 +14,8 @@ from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import build_name, read_parts, read_replaced
 from qwen_cache.format.remote_build import scratch_folders
 from qwen_cache.format.staging import Staging, keys_in, staging_folder
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import store_of
 
 
 def replaced_shards(folder: Path | Url, keys: Set[str], format_version: int) -> dict[Path, set[str]]:

@@ -22,7 +22,7 @@ from qwen_cache.errors import (
 )
 from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, recipe_id
-from qwen_cache.storage.checksums import ZEROS, own_hash, with_own_hash
+from qwen_cache.storage.remembered import ZEROS, own_hash, with_own_hash
 
 FORMAT = "qwen-cache"
 VERSIONS = (1, 2)

@@ -21,9 +21,8 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import HASHED_BLOCK
 from qwen_cache.format.index import INDEX_NAME, SEED, index_schema, read_batches, read_index
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.storage.durable import cache_home, unless_in_use, whole_file
-from qwen_cache.storage.mapped import NotAFileError, map_file
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import NotAFileError, cache_home, map_file, unless_in_use, whole_file
+from qwen_cache.storage.remote import Url
 
 IN_MEMORY = 1 << 16  # rows; they take 80 MB
 LIMIT = 40_000_000_000  # bytes of all files: three indexes of ten million rows

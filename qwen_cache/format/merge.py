@@ -36,9 +36,8 @@ from qwen_cache.format.update import (
     plan_update,
     read_existing,
 )
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.stores import store_of
 
 SHOWN = 10  # names that an error lists
 COPIES = 8  # shards copied within a store at a time; no byte of them passes this machine

@@ -25,8 +25,7 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import Update, by_position, carry_out, open_staging, plan_update, read_existing
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import LocalCopies, Url
 
 AFTER_PROMPT = 5
 """Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`); they are never shared rows."""

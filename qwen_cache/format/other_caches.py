@@ -17,8 +17,7 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.shard import Entry, check_tensors
 from qwen_cache.format.shards import LocalShards, RangedShards, RemoteShards
 from qwen_cache.format.update import Existing, read_existing
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import LocalCopies, Url, location
 
 
 @dataclass(frozen=True, eq=False)

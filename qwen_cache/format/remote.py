@@ -23,9 +23,8 @@ from qwen_cache.format.identity import HASH_PATTERN
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, Manifest, Shard, parse_manifest
 from qwen_cache.format.shard import END_OF_ARCHIVE, Entry
-from qwen_cache.storage.store import NEVER, Listing
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import NEVER, Listing, store_of
 
 STAGING = ".staging"  # shards of unfinished builds; in object storage, the rows of their shards
 PARQUET = ".parquet"

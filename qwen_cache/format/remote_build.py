@@ -6,10 +6,10 @@ cache folder. Each running build has such a folder to itself, and the next one t
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator, Set
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import Stored, Uploads, build_name, read_parts, read_replaced
 from qwen_cache.format.shard import Entry
 from qwen_cache.format.shards import RemoteShards
-from qwen_cache.storage.durable import LockHeldError, NoLocksError, cache_home, locked, make_folder
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.upload import store_of
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import LockHeldError, NoLocksError, cache_home, locked, make_folder
+from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.stores import store_of
 
 LOCK = ".lock"
 
@@ -48,7 +47,7 @@ class RemoteBuild:
         """The shards that are there and not in the dataset."""
         self.uploads = Uploads(folder, build, format_version, here)
         shards = {shard.name: shard for shard in (*manifest.shards, *(shard for shard, _ in self.stored))}
-        self.shards = RemoteShards(folder, replace(manifest, shards=tuple(shards.values())), copies)
+        self.shards = RemoteShards(folder, dataclasses.replace(manifest, shards=tuple(shards.values())), copies)
         self._left: dict[str, IndexRow] = {}
         self._stack = ExitStack()
         self.scratch = self._stack.enter_context(own_folder(folder)) / build

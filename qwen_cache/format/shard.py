@@ -25,10 +25,9 @@ from qwen_cache.format.identity import HASH_PATTERN, canonical_json, content_has
 from qwen_cache.format.manifest import Shard
 from qwen_cache.format.sample import SampleMeta, parse_sample
 from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
-from qwen_cache.storage.durable import replace as replace_file
-from qwen_cache.storage.durable import sync
-from qwen_cache.storage.mapped import is_cut_short
-from qwen_cache.system_errors import naming
+from qwen_cache.storage.files import is_cut_short, sync
+from qwen_cache.storage.files import replace as replace_file
+from qwen_cache.terminal import naming
 
 BLOCK = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK)

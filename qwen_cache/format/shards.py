@@ -16,8 +16,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.shard import check_tensors
-from qwen_cache.storage.local_copies import OPEN_COPIES, Copy, LocalCopies
-from qwen_cache.storage.url import FETCHERS, Url
+from qwen_cache.storage.remote import FETCHERS, OPEN_COPIES, Copy, LocalCopies, Url
 
 OPEN_SHARDS = 64  # kept mapped for the next sample; mapping one again takes about 10 µs
 

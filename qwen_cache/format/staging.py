@@ -32,9 +32,8 @@ from qwen_cache.format.shard import (
     scan_shard,
     tensor_bytes,
 )
-from qwen_cache.storage.durable import replace
-from qwen_cache.storage.mapped import NotAFileError, map_file
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import NotAFileError, map_file, replace
+from qwen_cache.storage.remote import Url
 
 OPEN = "open.tar"
 

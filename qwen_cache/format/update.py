@@ -35,10 +35,8 @@ from qwen_cache.format.remote_build import RemoteBuild
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, fitted, listed, shard_numbers, taken
 from qwen_cache.format.shard import Entry
 from qwen_cache.format.staging import Staging, staging_folder
-from qwen_cache.storage.durable import link_or_copy, move
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.mapped import map_file
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import link_or_copy, map_file, move
+from qwen_cache.storage.remote import LocalCopies, Url
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,8 +44,8 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import UNIT_RANGE
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 from qwen_cache.format.update import Existing
-from qwen_cache.storage.mapped import is_cut_short, map_file
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.files import is_cut_short, map_file
+from qwen_cache.storage.remote import Url, location
 
 HASHED = 1 << 23  # bytes between two questions whether a shard is still as long as it was
 REMOTE_SHARDS = 2  # on the disk at a time: one is downloaded while the other is hashed

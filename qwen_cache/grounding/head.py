@@ -23,9 +23,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, interpolate, p
 
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.checksums import check_safetensors, sealed
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.files import write_durably
+from qwen_cache.storage.remembered import check_safetensors, sealed
+from qwen_cache.text import parse_json
 
 METADATA_KEY = "qwen_cache.mask_head"
 PRIOR = 0.06

@@ -31,7 +31,7 @@ from typing import Any
 
 from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, pack_latents
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import open_file
 
 INDEX = "metadata.db"
 SIZE_FOLDER = re.compile(r"cache_(?P<ratio>[\d.]+)x\d+x\d+x(?P<frames>\d+)")

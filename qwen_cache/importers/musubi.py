@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import SourceError
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, pack_latents
-from qwen_cache.storage.checksums import check_safetensors
+from qwen_cache.storage.remembered import check_safetensors
 
 LATENT_FILE = re.compile(r"(?P<stem>.+)_\d{4,}x\d{4,}_(?P<arch>qie?)\.safetensors")
 TEXT_FILE = re.compile(r"(?P<stem>.+)_(?P<arch>qie?)_te\.safetensors")

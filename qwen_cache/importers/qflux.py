@@ -35,9 +35,9 @@ import torch
 from qwen_cache.errors import SourceError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes, token_count
 from qwen_cache.importers.source import FoundSample, ImportedSample, Options, check_tensor, load_pickled, unpad
-from qwen_cache.json_text import parse_json
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.sources.rows import MAX_TEXT
+from qwen_cache.text import parse_json
 
 TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
 MASKS = {"prompt_embeds": "prompt_embeds_mask", "empty_prompt_embeds": "empty_prompt_embeds_mask"}

@@ -19,7 +19,7 @@ import torch
 
 from qwen_cache.errors import SourceError, first_line
 from qwen_cache.format.sample import ImgShapes
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import open_file
 
 LATENT_CHANNELS = 16
 EXACT_IN = {torch.float16: torch.float32, torch.bfloat16: torch.bfloat16, torch.float32: torch.float32}

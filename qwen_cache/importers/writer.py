@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import torch
 
-from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, ModelError, SourceError
+from qwen_cache.extras import __version__
 from qwen_cache.format import directory
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
@@ -32,10 +32,9 @@ from qwen_cache.importers.source import EXACT_IN, FoundSample, ImportedSample, O
 from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.upload import destination
-from qwen_cache.storage.url import Url
-from qwen_cache.version import __version__
+from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.stores import destination
+from qwen_cache.terminal import plural
 
 Tool = Literal["qflux", "musubi", "diffusion-pipe"]
 Dtype = Literal["bfloat16", "float32"]

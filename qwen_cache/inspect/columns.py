@@ -23,7 +23,7 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.format.tensor import BYTES_PER_ELEMENT
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
 
 ROWS = 1 << 16
 """Rows of a batch: some 50 MB of arrays, and enough that the time for Python's part does not matter."""

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import counting
 from qwen_cache.encode.builder import as_encoded, check_tokens, read_rows
 from qwen_cache.encode.plan import NEW, BuildPlan, Rules, make_plan
 from qwen_cache.encode.remembered_images import RememberedImages
@@ -26,7 +25,8 @@ from qwen_cache.inspect.summary import printable
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.terminal import counting
 
 SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale")
 """The keys of a recipe that `Resolution` gives."""

@@ -15,8 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.batching.batch_plan import index_token_counts, row_tokens
-from qwen_cache.batching.budgets import budgets
+from qwen_cache.batching import budgets, index_token_counts, row_tokens
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS

@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from rich.table import Table
 
-from qwen_cache.console import counting, plural, results, verbatim
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.index import KEY_DIGITS
@@ -32,14 +31,15 @@ from qwen_cache.grounding.cached import (
     no_masked_samples,
 )
 from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
-from qwen_cache.image_grid import make_grid
+from qwen_cache.html.grid import make_grid
 from qwen_cache.inspect.images import overlaid
 from qwen_cache.inspect.summary import Survey
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.remote import LocalCopies
+from qwen_cache.terminal import counting, plural, results, verbatim
 
 MAX_IMAGE_ROWS = 24
 """Samples in the image: more cannot be seen at a glance."""

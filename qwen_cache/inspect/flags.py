@@ -16,12 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from qwen_cache.console import counting
 from qwen_cache.format.cache import Cache
 from qwen_cache.inspect.columns import Bools, Digests, Integers, batches, digests, integers, reading
 from qwen_cache.inspect.duplicates import SIDE, Signatures, near_duplicates, thumbnail_signature
 from qwen_cache.inspect.images import stored_thumbnails
 from qwen_cache.inspect.tensors import numbers, peak, rms
+from qwen_cache.terminal import counting
 
 FLAGS = {
     "repeated_target": "The same target under several prompts.",

@@ -17,12 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.console import counting, human_bytes, plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.html.charts import Bar, bars
-from qwen_cache.html.page import render
+from qwen_cache.html.page import Bar, bars, render
 from qwen_cache.inspect.columns import Integers
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import ImageSource, data_url, no_images, stored_images
@@ -41,8 +39,9 @@ from qwen_cache.inspect.summary import (
     savings_rows,
     source_state,
 )
-from qwen_cache.storage.durable import make_folder, write_durably
-from qwen_cache.storage.url import location
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.remote import location
+from qwen_cache.terminal import counting, human_bytes, plural
 
 ONE_FILE = 1000  # samples: half a megabyte without images, and a browser keeps all of their cards
 ONE_FILE_IMAGES = 200  # samples: some 10 MB; a larger page opens slowly

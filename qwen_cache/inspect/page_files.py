@@ -26,13 +26,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from qwen_cache.console import counting
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.html.page import compact_json, relative_url
 from qwen_cache.inspect.flags import FLAGS
 from qwen_cache.inspect.images import ImageSource, data_url
 from qwen_cache.inspect.rows import PageSamples
-from qwen_cache.storage.durable import (
+from qwen_cache.storage.files import (
     REMOVED,
     LockHeldError,
     is_link,
@@ -44,7 +43,7 @@ from qwen_cache.storage.durable import (
     sync_file,
     sync_folder,
 )
-from qwen_cache.system_errors import naming
+from qwen_cache.terminal import counting, naming
 
 CHUNK = 1024  # samples per file of rows: some 300 kB
 PACK = 32  # samples per file of images: some 1 MB

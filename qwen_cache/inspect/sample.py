@@ -12,7 +12,7 @@ from qwen_cache.format.cache import Sample, open_recipes
 from qwen_cache.format.find import find_sample
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.inspect.tensors import numbers, statistics
-from qwen_cache.storage.local_copies import LocalCopies
+from qwen_cache.storage.remote import LocalCopies
 
 
 def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.console import human_bytes, plural
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
@@ -22,8 +21,8 @@ from qwen_cache.format.remote import STAGING
 from qwen_cache.inspect.columns import Integers, take
 from qwen_cache.inspect.count import count_recipe
 from qwen_cache.inspect.flags import Flagged, index_flags, scan_flags
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.terminal import human_bytes, plural
 
 HIGH_PADDING = 0.05  # of all tokens: above this, another layout is worth it
 STALE = ("new", "changed", "renamed_or_moved", "removed")

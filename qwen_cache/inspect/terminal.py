@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from qwen_cache.console import human_bytes, plural, results, verbatim
 from qwen_cache.inspect.count import MAX_BINS
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
@@ -20,7 +19,8 @@ from qwen_cache.inspect.summary import (
     savings_rows,
     source_state,
 )
-from qwen_cache.plain_text import escaped
+from qwen_cache.terminal import human_bytes, plural, results, verbatim
+from qwen_cache.text import escaped
 
 BAR_WIDTH = 24
 NAMES_SHOWN, GROUPS_SHOWN = 6, 6  # of a flag: more belong on the page

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from qwen_cache.errors import ModelError
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.files import read_file
+from qwen_cache.text import parse_json
 
 AGAIN = "download this component again"
 INDEX = ".safetensors.index.json"

@@ -15,15 +15,14 @@ from typing import Any, ClassVar
 
 from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.json_text import repeated
 from qwen_cache.models.config_values import Scheduler, check_config, check_values
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, family_of
 from qwen_cache.models.files import AGAIN, check_files, read_text
 from qwen_cache.models.single_file import SingleFile, check_packages, open_single_file
 from qwen_cache.models.template import Template
-from qwen_cache.storage.checksums import NAME as CHECKSUMS
-from qwen_cache.storage.checksums import find_fault
-from qwen_cache.storage.remembered import remembered_digest
+from qwen_cache.storage.remembered import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import find_fault, remembered_digest
+from qwen_cache.text import repeated
 
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 """The folders of the frozen encoders; a model has those of its pipeline."""

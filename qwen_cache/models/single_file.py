@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.extras import install_command, installed
-from qwen_cache.json_text import parse_json
 from qwen_cache.models.family import FAMILIES
 from qwen_cache.models.tensor_headers import DOWNLOAD, Header, StoredTensor, read_header
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import open_file
+from qwen_cache.text import parse_json
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI's files may have before the name of a parameter."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from qwen_cache.errors import ModelError
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.checksums import LONGEST_HEADER
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import open_file
+from qwen_cache.storage.remembered import LONGEST_HEADER
+from qwen_cache.text import parse_json
 
 GGUF_MAGIC = b"GGUF"
 PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.serve import ServeConfig
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.settings.sections import ServeConfig
+from qwen_cache.storage.files import read_file
 from qwen_cache.web import RefusedError, answer, is_loopback
 
 OPEN_TO_ALL = ("/healthz", "/readyz")

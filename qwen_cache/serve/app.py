@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 
 from qwen_cache.errors import QwenCacheError, first_line
+from qwen_cache.extras import __version__
 from qwen_cache.html.page import render
 from qwen_cache.serve.access import Access
 from qwen_cache.serve.description import describe
@@ -21,7 +22,6 @@ from qwen_cache.serve.log import Log, Logged
 from qwen_cache.serve.metrics import Metrics
 from qwen_cache.serve.refusals import out_of_resources, refused
 from qwen_cache.serve.routes import routes_of
-from qwen_cache.version import __version__
 from qwen_cache.web import RefusedError, answer, as_json
 
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"

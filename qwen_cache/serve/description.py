@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from qwen_cache.extras import __version__
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.serve.engine import Engine
-from qwen_cache.settings.data import SIZES
-from qwen_cache.storage.url import Url
-from qwen_cache.version import __version__
+from qwen_cache.settings.sections import SIZES
+from qwen_cache.storage.remote import Url
 
 
 def describe(engine: Engine) -> dict[str, Any]:

@@ -39,10 +39,10 @@ from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.serve.observer import Observer
 from qwen_cache.serve.pool import Memory, Pool, Store
 from qwen_cache.serve.states import Fault, State, Status
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import Size
-from qwen_cache.system_errors import FULL
+from qwen_cache.terminal import FULL
 
 FAILURES_KEPT = 10_000
 RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tries again

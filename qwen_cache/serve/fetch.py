@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.serve.form import Uploaded
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
 from qwen_cache.sources.places import allowed_file, read_bytes
 from qwen_cache.web import RefusedError
 

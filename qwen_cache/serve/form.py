@@ -12,9 +12,9 @@ from starlette.datastructures import FormData
 from qwen_cache.errors import FormatError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.format.sample import parse_phrase
-from qwen_cache.json_text import parse_json
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, Row, limits_exceeded
+from qwen_cache.text import parse_json
 from qwen_cache.web import RefusedError
 
 MAX_IMAGES = MAX_CONTROLS + 2  # with a target and a mask

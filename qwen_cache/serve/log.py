@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qwen_cache.plain_text import plain
 from qwen_cache.serve.metrics import Metrics
+from qwen_cache.text import plain
 
 QUIET = ("/healthz", "/readyz", "/metrics")
 """Routes that a monitor asks every few seconds: they are counted and not logged."""

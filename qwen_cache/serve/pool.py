@@ -39,9 +39,8 @@ from qwen_cache.format.shard import (
 from qwen_cache.format.shards import LocalShards, RemoteShards
 from qwen_cache.format.staging import Destination, Staging, staging_folder
 from qwen_cache.format.update import Existing, Update, commit_update, copy_if_there, open_staging, plan_update
-from qwen_cache.storage.local_copies import LocalCopies
-from qwen_cache.storage.mapped import map_file
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import map_file
+from qwen_cache.storage.remote import LocalCopies, Url
 
 NAME_LENGTH = 12  # digits of the key, as the name of a sample without one
 ATTEMPTS = 20  # of a commit while other services commit to the same bucket

@@ -16,7 +16,7 @@ from qwen_cache.serve.access import read_token
 from qwen_cache.serve.app import make_app
 from qwen_cache.serve.engine import Engine
 from qwen_cache.serve.log import Log, no_log
-from qwen_cache.settings.serve import ServeConfig
+from qwen_cache.settings.sections import ServeConfig
 from qwen_cache.web import is_loopback
 from qwen_cache.web.connection import limits, protocol
 

@@ -18,14 +18,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from huggingface_hub import DatasetCard, DatasetCardData
 
-from qwen_cache.console import human_bytes, plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.models.family import PIPELINES, family_of_recipe
-from qwen_cache.plain_text import plain
 from qwen_cache.share.gallery import GALLERY
+from qwen_cache.terminal import human_bytes, plural
+from qwen_cache.text import plain
 
 CARD = "README.md"
 REPOSITORY = "https://github.com/qwen-cache/qwen-cache"

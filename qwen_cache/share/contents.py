@@ -24,8 +24,8 @@ from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.share.card import CARD, Licences, checked_base, make_card
 from qwen_cache.share.gallery import GALLERY, make_gallery
 from qwen_cache.storage.hub_repository import Published, State, check_repository_name
-from qwen_cache.storage.local_copies import LocalCopies
 from qwen_cache.storage.remembered import file_digest
+from qwen_cache.storage.remote import LocalCopies
 
 ADDRESS = re.compile(r"hf://datasets/(.+?)/*")
 OURS = re.compile(r"index(-[0-9a-f]{32})?\.parquet|" + SHARD_PATTERN.pattern + "|" + re.escape(GALLERY))

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.image_grid import make_grid
+from qwen_cache.html.grid import make_grid
 from qwen_cache.inspect.images import stored_thumbnails
 
 GALLERY = "gallery.jpg"

@@ -26,7 +26,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.json_text import parse_json
 from qwen_cache.sources.columns import LEFT_OUT, Columns, Record, find_columns, read_rows
 from qwen_cache.sources.places import (
     Location,
@@ -38,7 +37,8 @@ from qwen_cache.sources.places import (
     read_bytes,
 )
 from qwen_cache.sources.rows import Draft, Needs
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.text import parse_json
 
 IMAGES = ("target", "control", "mask")
 KEPT_ROWS = 40  # of a row group, up to the newest: the plan reads with up to 32 threads, out of order

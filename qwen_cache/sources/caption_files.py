@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.columns import LIST_COLUMNS, Columns, find_columns
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import File, Location, read_bytes, suffix
 from qwen_cache.sources.rows import Needs, Row
 from qwen_cache.sources.table_text import delimiter_of
 from qwen_cache.sources.text_table import READERS
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.files import write_durably
 
 TABLES = ("metadata.csv", "metadata.jsonl")
 

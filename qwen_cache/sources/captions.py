@@ -15,7 +15,7 @@ from typing import Self
 
 from qwen_cache.errors import Notice
 from qwen_cache.format.identity import Phrase, content_hash
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.rows import Row, unique
 
 PLACEHOLDER = "[trigger]"

@@ -18,9 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.plain_text import shell_line
-from qwen_cache.settings.data import ColumnsConfig
-from qwen_cache.settings.yaml_text import assignment
+from qwen_cache.settings.load import assignment
+from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import left_out
 from qwen_cache.sources.places import Location, TableFolder
 from qwen_cache.sources.rows import (
@@ -35,6 +34,7 @@ from qwen_cache.sources.rows import (
     Row,
     unique,
 )
+from qwen_cache.text import shell_line
 
 LIST_COLUMNS = ("prompts", "captions", "edited_prompt_list")
 """The names of columns that hold a list of captions."""
@@ -365,11 +365,11 @@ def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> A
 
 def _flag(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[bool]:
     """Whether one cell says yes."""
-    is_yes = left_out.is_yes(value)
-    if is_yes is None:
+    yes = left_out.is_yes(value)
+    if yes is None:
         expected = f"expected {', '.join(left_out.YES)}, or {', '.join(filter(None, left_out.NO))} or nothing"
         field_problems[role] = f"{column!r} is {_short(value)}, {expected}", "correct it, or leave it empty"
-    return [bool(is_yes)]
+    return [bool(yes)]
 
 
 def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[int | None]:

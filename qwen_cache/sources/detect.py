@@ -61,7 +61,6 @@ from typing import Any, Unpack
 from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.grounding.phrase import find, has_marks, parse
-from qwen_cache.plain_text import shell_line
 from qwen_cache.sources import left_out
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.captions import Captions
@@ -84,7 +83,8 @@ from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row, limits_exceeded, unique
 from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.text import shell_line
 
 __all__ = ["Problem", "Readable", "Row", "read_source"]
 

@@ -39,7 +39,7 @@ from qwen_cache.sources.reading import SourceSettings, needs_of
 from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
 from qwen_cache.sources.table_text import CSV, CsvText, TableText, changed, open_text
 from qwen_cache.sources.text_table import READERS
-from qwen_cache.storage.durable import LockHeldError, locked, make_folder, sync, whole_file, write_durably
+from qwen_cache.storage.files import LockHeldError, locked, make_folder, sync, whole_file, write_durably
 
 PATIENCE = 10.0
 """Seconds to wait for another program's edit, which takes a fraction of one."""

@@ -15,9 +15,9 @@ import yaml
 
 from qwen_cache.errors import QwenCacheError, SourceError
 from qwen_cache.extras import install_command
-from qwen_cache.plain_text import one_line
 from qwen_cache.sources.places import Location, file_at
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.text import one_line
 
 DATASET = re.compile(r"hf://datasets/((?:[\w.-]+/)?[\w.-]+)(?:@([^/]+))?/*")
 

@@ -41,7 +41,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from qwen_cache.errors import SourceError
 from qwen_cache.sources import jpeg_xl
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.files import read_file
 
 PARSERS = (
     *(PngImageFile, JpegImageFile, WebPImageFile, AvifImageFile, TiffImageFile, BmpImageFile, GifImageFile),

@@ -25,7 +25,7 @@ from qwen_cache.sources import left_out
 from qwen_cache.sources.columns import NO_CONTROL, NO_CONTROL_AT_ALL, check_named, given, setting
 from qwen_cache.sources.places import File, Folder, Location, base_name, overlooked, read_bytes, suffix
 from qwen_cache.sources.rows import MAX_TEXT, Draft, FieldProblems, Needs, Row
-from qwen_cache.storage.remembered_files import RememberedFiles
+from qwen_cache.storage.remembered import RememberedFiles
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")

@@ -26,9 +26,8 @@ from urllib.parse import unquote
 
 from qwen_cache.errors import QwenCacheError, SourceError, TooLargeError
 from qwen_cache.storage.bounds import WHOLE_FILE
-from qwen_cache.storage.mapped import open_file
-from qwen_cache.storage.protocols import refused_protocol
-from qwen_cache.storage.url import Url, location
+from qwen_cache.storage.files import open_file
+from qwen_cache.storage.remote import Url, location, refused_protocol
 
 Location = Path | Url
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Required, TypedDict, Unpack
 
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.data import ColumnsConfig, DataConfig
+from qwen_cache.settings.sections import ColumnsConfig, DataConfig
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.rows import Needs, NoControl
 

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 
 from qwen_cache.errors import Problem
 from qwen_cache.format.identity import Phrase
-from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.settings.sections import ColumnsConfig
 
 MAX_TEXT = 1 << 17
 """Bytes of a prompt. A transformer has positions for some 4,000 tokens; and the metadata of a sample stay below their

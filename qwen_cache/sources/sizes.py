@@ -16,7 +16,7 @@ from typing import Any
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShapes
 from qwen_cache.models.family import VAE_IMAGE_SIZE
-from qwen_cache.settings.data import DataConfig
+from qwen_cache.settings.sections import DataConfig
 
 Size = tuple[int, int]
 """Width and height in pixels, PIL's order."""

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_cache.errors import SourceError
-from qwen_cache.json_text import parse_json
 from qwen_cache.sources.places import suffix
+from qwen_cache.text import parse_json
 
 Values = Mapping[str, Any]
 """New values by column."""

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from qwen_cache.errors import Notice, Problem, SourceError, first_line
-from qwen_cache.json_text import RepeatedKeyError, parse_json
 from qwen_cache.sources.columns import Record, find_columns, read_rows
 from qwen_cache.sources.places import Location, TableFolder, base_name, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs
 from qwen_cache.sources.table_text import CSV, DELIMITERS, csv_reader, delimiter_of, texts_of_rows
+from qwen_cache.text import RepeatedKeyError, parse_json
 
 Item = tuple[str, Any, Problem | None]
 """A row of JSON: its location, its value, and why it cannot be used."""

@@ -25,8 +25,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from qwen_cache.errors import Notice, Problem, SourceError
-from qwen_cache.json_text import parse_json
-from qwen_cache.settings.data import ColumnsConfig
+from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources.columns import (
     COLUMNS,
     GENERIC,
@@ -53,8 +52,9 @@ from qwen_cache.sources.places import (
     read_range,
 )
 from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
-from qwen_cache.storage.remembered_files import RememberedFiles
-from qwen_cache.storage.url import BLOCK, Url
+from qwen_cache.storage.remembered import RememberedFiles
+from qwen_cache.storage.remote import BLOCK, Url
+from qwen_cache.text import parse_json
 
 
 @dataclass(frozen=True)

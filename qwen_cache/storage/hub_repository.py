@@ -19,7 +19,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils._validators import validate_repo_id
 
 from qwen_cache.errors import ConfigError, QwenCacheError, first_line
-from qwen_cache.version import __version__
+from qwen_cache.extras import __version__
 
 TRANSPORT: type[BaseException] = HfHubHTTPError.__bases__[0]
 """The errors of connections: httpx's in huggingface_hub 1, httpx2's in 2."""

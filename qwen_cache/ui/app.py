@@ -18,7 +18,8 @@ from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
 from qwen_cache.ui.devices import routes_of as device_routes
 from qwen_cache.ui.generate import routes_of as generate_routes
-from qwen_cache.ui.jobs import Checks, Queue
+from qwen_cache.ui.jobs.checks import Checks
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.jobs.routes import routes_of as job_routes
 from qwen_cache.ui.pages import PATHS, pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes

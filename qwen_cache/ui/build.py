@@ -20,9 +20,12 @@ from pydantic import BaseModel
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.plain_text import plain
+from qwen_cache.text import plain
 from qwen_cache.ui.build_command import OPTIONS, Build, Form, build_of, checked
-from qwen_cache.ui.jobs import Checks, Command, Job, Queue
+from qwen_cache.ui.jobs.checks import Checks
+from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.job import Job
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.workspace import STATE, Workspace
 from qwen_cache.ui.written_pages import written_page
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from qwen_cache.ui.jobs import Checked, Checks, Command
+from qwen_cache.ui.jobs.checks import Checked, Checks
+from qwen_cache.ui.jobs.command import Command
 
 CPU = "cpu"
 WHY_NONE = ("accelerator", "torch's build")

@@ -30,9 +30,11 @@ from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import read_bytes
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.ui.decoding import decoded
-from qwen_cache.ui.jobs import Command, Job, Queue
+from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.job import Job
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import RefusedError, as_json

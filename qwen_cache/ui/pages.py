@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import APIRouter
-from fastapi.responses import FileResponse, HTMLResponse
+from starlette.responses import FileResponse, HTMLResponse
 
 from qwen_cache.html.page import FOLDER, render
 from qwen_cache.ui.workspace import Workspace

@@ -15,8 +15,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from qwen_cache.settings.describe import Setting
-from qwen_cache.settings.listing import all_settings, other_names
+from qwen_cache.settings.describe import Setting, all_settings, other_names
 from qwen_cache.ui.workspace import Workspace
 
 NOT_IN_YAML = re.compile("[\x7f-\xa0\u2028\u2029\ufeff]")

@@ -18,7 +18,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qwen_cache.storage.bounds import SLOWEST
-from qwen_cache.storage.durable import allow_descriptors
+from qwen_cache.storage.files import allow_descriptors
 from qwen_cache.web import RefusedError, answer
 
 HEAD_SECONDS = 10.0  # of the slowest honest client; curl and browsers send a head in one packet

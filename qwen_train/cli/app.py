@@ -7,8 +7,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from qwen_cache.command_line import run_app, version_option
-from qwen_cache.config_command import add_config_command
 from qwen_cache.options import (
     DEVICES,
     GENERATE,
@@ -24,9 +22,12 @@ from qwen_cache.options import (
     Model,
     ReadPath,
     Transformer,
+    add_config_command,
     command,
+    run_app,
     setting,
     setting_argument,
+    version_option,
 )
 from qwen_cache.settings.given import Given
 

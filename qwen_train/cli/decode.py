@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen_cache.console import console, counting, plural, print_done, print_json
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import open_model
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.terminal import console, counting, plural, print_done, print_json
+from qwen_cache.text import plain
 from qwen_train.latents import latents_files, latents_folder
 from qwen_train.launch import in_one_process
 from qwen_train.preflight import check_tracker

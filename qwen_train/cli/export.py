@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache.console import print_done, print_json
 from qwen_cache.extras import require
-from qwen_cache.settings.model import ModelConfig
+from qwen_cache.settings.sections import ModelConfig
+from qwen_cache.terminal import print_done, print_json
 from qwen_train.launch import in_one_process
 from qwen_train.lora.files import check_export, find_lora
 

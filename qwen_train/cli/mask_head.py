@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache.console import print_done, print_json
 from qwen_cache.extras import require
 from qwen_cache.format.cache import open_configured
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import print_done, print_json
 from qwen_train.launch import in_one_process
 
 

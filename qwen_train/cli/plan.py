@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen_cache.console import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.models.folder import check_name
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
 from qwen_train.data.planning import Planned
 from qwen_train.data.samples import open_samples
 from qwen_train.launch import in_one_process

@@ -10,13 +10,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.console import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.extras import installed, require
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.find import find_sample
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
+from qwen_cache.terminal import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim
 from qwen_train.cli.predict_options import PredictOptions, check
 from qwen_train.inference.axes import OF_LORA, Axis, Cell, grid_cells, parse_axes
 from qwen_train.inference.comparison import Comparison, check_comparison, comparison_path, save_comparison

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.durable import make_folder
+from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.storage.files import make_folder
 from qwen_train.inference.images import image_format, image_paths
 
 WAYS = (("--prompt",), ("--image", "--prompt"), ("--source",), ("--prompt", "--source"), ("--from-cache",))

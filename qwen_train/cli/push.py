@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qwen_cache.console import console, human_bytes, print_done, print_json, print_text
 from qwen_cache.extras import require
-from qwen_cache.plain_text import plain
+from qwen_cache.terminal import console, human_bytes, print_done, print_json, print_text
+from qwen_cache.text import plain
 from qwen_train.launch import in_one_process
 
 

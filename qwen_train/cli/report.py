@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qwen_cache.console import print_done, print_json
+from qwen_cache.terminal import print_done, print_json
 from qwen_train.launch import in_one_process
 from qwen_train.report import write_report
 

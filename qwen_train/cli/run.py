@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from qwen_cache.console import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
 from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
+from qwen_cache.terminal import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
 from qwen_train.launch import Launch, silence_others
 from qwen_train.preflight import starting
 from qwen_train.run_folder import METRICS_NAME

@@ -24,14 +24,13 @@ import xxhash
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from qwen_cache.batching.batch_plan import RankBatch
-from qwen_cache.batching.epoch import BEGIN, Begin
+from qwen_cache.batching import BEGIN, Begin, RankBatch
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import accelerator, has_streams, to_device
 from qwen_cache.models.family import QWEN_IMAGE, Family
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.planning import Planned
 from qwen_train.data.samples import Samples
 from qwen_train.flow import NoiseSchedule, sample_u, weighting

@@ -18,22 +18,20 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.batching.epoch import Begin
-from qwen_cache.console import console, plural
+from qwen_cache.batching import Begin
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.identity import HASH_PATTERN, content_hash
 from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
-from qwen_cache.json_text import parse_json
-from qwen_cache.plain_text import plain
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import WeightedCache
-from qwen_cache.storage.checksums import ZEROS, own_hash, with_own_hash
-from qwen_cache.storage.durable import make_folder, remove_folder, write_durably
-from qwen_cache.storage.mapped import read_file
-from qwen_cache.storage.url import location
+from qwen_cache.settings.sections import WeightedCache
+from qwen_cache.storage.files import make_folder, read_file, remove_folder, write_durably
+from qwen_cache.storage.remembered import ZEROS, own_hash, with_own_hash
+from qwen_cache.storage.remote import location
+from qwen_cache.terminal import console, plural
+from qwen_cache.text import parse_json, plain
 from qwen_train.data.mixture import Mixture
 from qwen_train.run_folder import COMMITS, SEQUENCE
 from qwen_train.run_settings import ToEncode

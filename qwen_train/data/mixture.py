@@ -17,8 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.batching.batch_plan import index_target_tokens, index_token_counts
-from qwen_cache.batching.epoch import IntArray, MixturePart
+from qwen_cache.batching import IntArray, MixturePart, index_target_tokens, index_token_counts
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
@@ -27,8 +26,7 @@ from qwen_cache.format.keys import Words, hash_words
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.rows import taken
 from qwen_cache.models.family import same_inputs
-from qwen_cache.settings.cache import CacheConfig
-from qwen_cache.settings.train import WeightedCache
+from qwen_cache.settings.sections import CacheConfig, WeightedCache
 
 COLUMNS = ("key", "target", "text_length", "image_latents", "control_latents", "empty_prompt_embeds")
 """Index columns that all formats have, and that training reads of all samples at once."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from qwen_cache.client import Client
+from qwen_cache.client.client import Client
 from qwen_cache.errors import TrainError
 from qwen_cache.settings.load import Config
 

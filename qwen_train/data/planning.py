@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from qwen_cache.batching.batch_plan import BatchPlan, row_tokens, tensor_rows
-from qwen_cache.batching.epoch import BEGIN, Begin, IntArray
-from qwen_cache.console import plural
+from qwen_cache.batching import BEGIN, BatchPlan, Begin, IntArray, row_tokens, tensor_rows
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import QWEN_IMAGE_21, SUPPORTED, Family, family_of_recipe, same_inputs
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.terminal import plural
 from qwen_train.data.samples import Samples
 from qwen_train.data.split import split
 

@@ -7,12 +7,12 @@ from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
-from qwen_cache.batching.epoch import IntArray, MixturePart
+from qwen_cache.batching import IntArray, MixturePart
 from qwen_cache.format.cache import Sample, open_configured
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import WeightedCache
+from qwen_cache.settings.sections import WeightedCache
 from qwen_train.data.mixture import Mixture, open_mixture
 from qwen_train.run_settings import ToEncode
 

@@ -19,8 +19,8 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from qwen_cache.batching.epoch import IntArray, MixturePart
-from qwen_cache.client import Client
+from qwen_cache.batching import IntArray, MixturePart
+from qwen_cache.client.client import Client
 from qwen_cache.client.encoding import THREADS, encoded, plan_at, text_tokens
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
@@ -29,7 +29,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.sample import token_count
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import WeightedCache
+from qwen_cache.settings.sections import WeightedCache
 from qwen_train.data.own_server import OwnServer
 from qwen_train.run_settings import ToEncode
 

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from qwen_cache.batching.epoch import IntArray
+from qwen_cache.batching import IntArray
 from qwen_cache.errors import ConfigError
 
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import open_configured
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.settings.train import NO_CACHE, ValidationConfig, ValidationPrompt
-from qwen_cache.settings.yaml_text import MAX_BYTES, parse_yaml
-from qwen_cache.storage.mapped import read_file
-from qwen_cache.storage.url import Url, location
+from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, parse_yaml
+from qwen_cache.settings.sections import NO_CACHE, ValidationConfig, ValidationPrompt
+from qwen_cache.storage.files import read_file
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.terminal import plural
 from qwen_train.data.mixture import Mixture, entries_to_match
 from qwen_train.data.planning import no_empty_prompt
 from qwen_train.data.samples import Samples

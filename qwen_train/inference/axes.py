@@ -17,8 +17,8 @@ from pathlib import Path
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import overridden
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.lora.files import WEIGHTS_NAME, WeightedLora, find_lora, parse_lora, split_weight
 from qwen_train.run_folder import checkpoints
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from qwen_cache.image_grid import HEIGHT, make_grid, thumbnail
+from qwen_cache.html.grid import HEIGHT, make_grid, thumbnail
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.places import File

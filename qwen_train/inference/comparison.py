@@ -17,9 +17,9 @@ from typing import Any
 
 from PIL import Image
 
-from qwen_cache.console import counting
 from qwen_cache.html.page import relative_url, render
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.terminal import counting
 from qwen_train.inference.grid import Row, compare_grid, titled
 from qwen_train.inference.images import save_images
 from qwen_train.inference.jobs import PAGE_HASH, not_ours, recorded_hash

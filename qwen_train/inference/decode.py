@@ -23,8 +23,8 @@ from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
-from qwen_cache.storage.checksums import check_safetensors
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.storage.files import write_durably
+from qwen_cache.storage.remembered import check_safetensors
 from qwen_train.latents import SCALES, VALIDATION, png_of
 
 

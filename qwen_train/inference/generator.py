@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from PIL import Image
 
-from qwen_cache.console import counting
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.terminal import counting
 from qwen_train.inference.devices import Devices, memory_for
 from qwen_train.inference.loras import check_loras
 from qwen_train.inference.pipeline import load_pipeline

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from PIL import Image
 
-from qwen_cache.image_grid import HEIGHT, make_grid
+from qwen_cache.html.grid import HEIGHT, make_grid
 
 
 @dataclass(frozen=True)

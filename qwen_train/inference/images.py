@@ -12,12 +12,12 @@ from pathlib import Path
 
 from PIL import Image
 
-from qwen_cache.console import console
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.family import Family
-from qwen_cache.plain_text import plain
 from qwen_cache.sources.images import open_rgb_file, open_rgba_file, over_white
-from qwen_cache.storage.durable import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.terminal import console
+from qwen_cache.text import plain
 from qwen_train.inference.jobs import PAGE_HASH, png_metadata
 
 FORMATS = {"PNG": True, "WEBP": True, "TIFF": True, "JPEG": False, "BMP": False}

@@ -17,17 +17,17 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from qwen_cache.console import console, counting
 from qwen_cache.encode.decode import decode_images
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.plain_text import plain
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
+from qwen_cache.terminal import console, counting
+from qwen_cache.text import plain
 from qwen_train.data.mixture import Mixture
 from qwen_train.data.planning import check_cache, unusual_controls
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.loading import from_config
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.terminal import plural
 from qwen_train.inference.devices import Devices, check_offload
 from qwen_train.model.modulation import check_model
 

@@ -24,9 +24,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.settings.train import TAKES, LoraConfig
-from qwen_cache.storage.checksums import sealed
-from qwen_cache.storage.durable import write_durably
+from qwen_cache.settings.sections import TAKES, LoraConfig
+from qwen_cache.storage.files import write_durably
+from qwen_cache.storage.remembered import sealed
 from qwen_train.lora.files import METADATA_KEY, ORIGIN, PREFIX, find_start
 from qwen_train.lora.reader import Lora, ranks_and_alphas, read_lora
 from qwen_train.lora.tensors import alpha_of, by_module, rank_of

@@ -26,7 +26,7 @@ from torch import nn
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.files import WeightedLora, find_assistant
 from qwen_train.lora.names import DOWN, UP
 from qwen_train.lora.reader import Lora, read_lora, settings_of

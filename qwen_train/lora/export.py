@@ -32,9 +32,9 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
 from qwen_cache.settings.load import CONFIG_NAME, load_config
-from qwen_cache.settings.model import ModelConfig
-from qwen_cache.storage.checksums import sealed, write_checksums
-from qwen_cache.storage.durable import make_folder, whole_folder, write_durably
+from qwen_cache.settings.sections import ModelConfig
+from qwen_cache.storage.files import make_folder, whole_folder, write_durably
+from qwen_cache.storage.remembered import sealed, write_checksums
 from qwen_train.lora.files import (
     COMFYUI_METADATA_KEY,
     METADATA_KEY,

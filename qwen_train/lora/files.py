@@ -15,8 +15,8 @@ from typing import Any
 from safetensors import safe_open
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
-from qwen_cache.json_text import parse_json
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.text import parse_json
 
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """The LoRA in the output folder of a run, by the name that diffusers' pipelines look for."""

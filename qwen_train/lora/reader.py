@@ -20,9 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen_cache.errors import TrainError, first_line
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.checksums import check_safetensors
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.files import read_file
+from qwen_cache.storage.remembered import check_safetensors
+from qwen_cache.text import parse_json
 from qwen_train.lora.files import COMFYUI_METADATA_KEY, METADATA_KEY, ORIGIN, PEFT_CONFIG_NAME, PREFIX, settings_in
 from qwen_train.lora.names import DOWN, MAGNITUDE, PEFT_PREFIX, UP, peft_names
 from qwen_train.lora.peft_settings import check_settings

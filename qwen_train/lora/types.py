@@ -18,7 +18,7 @@ from typing import Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import LoraConfig
+from qwen_cache.settings.sections import LoraConfig
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.console import human_bytes
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
 from qwen_cache.models.live_bytes import FRAGMENTATION
 from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.model import ModelConfig
+from qwen_cache.settings.sections import ModelConfig
+from qwen_cache.terminal import human_bytes
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.data.validation_cache import open_validation_cache

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from qwen_cache.batching.batch_plan import SUMMARISED, padded_tokens, row_tokens
+from qwen_cache.batching import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.family import Family, family_of_transformer
@@ -30,7 +30,7 @@ from qwen_cache.models.loading import from_config
 from qwen_cache.models.offload import ON_DEVICE, piece_sizes
 from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.train import LoraConfig, TrainConfig
+from qwen_cache.settings.sections import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order
 from qwen_train.data.samples import Samples
 from qwen_train.flow import flow_loss, interpolate

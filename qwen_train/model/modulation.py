@@ -30,15 +30,15 @@ from jaxtyping import BFloat16
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qwen_cache.console import console
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.models.files import shards_of
 from qwen_cache.models.single_file import SingleFile
-from qwen_cache.settings.train import TrainConfig
-from qwen_cache.storage.durable import allocate, cache_home, sync, whole_file
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.storage.files import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
+from qwen_cache.terminal import console
 from qwen_train.flow import NoiseSchedule
 from qwen_train.model.single_file import map_file, unpacked
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel

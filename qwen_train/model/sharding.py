@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 
 
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:

@@ -22,7 +22,7 @@ from PIL import Image
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as drawing
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.pipeline import load_pipeline

@@ -21,7 +21,7 @@ from PIL import Image
 
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as pipelines
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.pipeline import load_pipeline

@@ -266,9 +266,9 @@ def run_files(work: Path) -> Files:
 def read_all(cache: Path) -> None:
     """Print a hash of every sample; errors that a user can cause as a command prints them."""
     from qwen_cache import open_cache
-    from qwen_cache.command_line import fail
     from qwen_cache.errors import QwenCacheError
-    from qwen_cache.system_errors import message_of
+    from qwen_cache.options import fail
+    from qwen_cache.terminal import message_of
 
     try:
         for sample in open_cache(cache):

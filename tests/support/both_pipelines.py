@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from PIL import Image
 
 from qwen_cache.models.folder import open_model
-from qwen_cache.settings.inference import PredictConfig
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference.devices import Devices
 from qwen_train.inference.pipeline import load_pipeline
 

@@ -42,7 +42,7 @@ from .waiting import HANG
 IMPORTED = (
     *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.encode_worker", "qwen_cache.cli.serve"),
     *("qwen_cache.cli.spot_check", "qwen_cache.cli.verify", "qwen_cache.cli.watch", "qwen_cache.encode.load"),
-    *("qwen_cache.encode.settled", "qwen_cache.plain_output", "qwen_cache.serve.run"),
+    *("qwen_cache.encode.settled", "qwen_cache.terminal", "qwen_cache.serve.run"),
     *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.train"),
     *("qwen_train.inference.generator", "qwen_train.inference.images", "qwen_train.inference.pipeline"),
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
@@ -216,7 +216,7 @@ def run(
 
 def serve(imported: Sequence[str]) -> list[str]:
     """Fork a child for each message until the tests end; returns in the children, with their program."""
-    from qwen_cache.command_line import quiet_libraries
+    from qwen_cache.options import quiet_libraries
 
     quiet_libraries()  # before they are imported, as in our programs
     for name in imported:

@@ -14,7 +14,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
 from qwen_cache.format.cache import Sample
-from qwen_cache.settings.train import TrainConfig
+from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import NoiseDraw, NoisedSample
 
 

@@ -18,7 +18,8 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from qwen_cache.ui.app import make_app
-from qwen_cache.ui.jobs import Checks, Queue
+from qwen_cache.ui.jobs.checks import Checks
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.web import address_of, open_socket
 

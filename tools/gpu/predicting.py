@@ -19,8 +19,8 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 
-from qwen_cache.settings.inference import PredictConfig
 from qwen_cache.settings.load import load_config
+from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference.devices import Devices, Offload
 from qwen_train.inference.pipeline import load_pipeline
 

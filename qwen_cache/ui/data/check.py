@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import OutdatedError, Problem, QwenCacheError
-from qwen_cache.ui.jobs import Checked, Checks, Command
+from qwen_cache.ui.jobs.checks import Checked, Checks
+from qwen_cache.ui.jobs.command import Command
 
 KEY = "data-check"
 

@@ -17,7 +17,6 @@ from starlette.responses import Response
 
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.plain_text import plain
 from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.listing import Entry
@@ -25,14 +24,15 @@ from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.text_table import READERS
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.remote import Url
+from qwen_cache.text import plain
 from qwen_cache.ui.build_command import Form, build_of
 from qwen_cache.ui.data import row_images
 from qwen_cache.ui.data.check import KEY, Check
 from qwen_cache.ui.data.opened import OpenSource, version_of
 from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
 from qwen_cache.ui.data.view import FILTERS, View
-from qwen_cache.ui.jobs import Checks
+from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.workspace import STATE, Workspace
 from qwen_cache.web import RefusedError, as_json
 

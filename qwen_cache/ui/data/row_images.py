@@ -23,8 +23,8 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
-from qwen_cache.storage.durable import replace, unless_in_use
-from qwen_cache.storage.url import Url
+from qwen_cache.storage.files import replace, unless_in_use
+from qwen_cache.storage.remote import Url
 from qwen_cache.ui.decoding import decoded
 
 THUMBNAIL, WHOLE = 288, 4096  # pixels of the longer side: sharp on a screen of twice the density; what phones show

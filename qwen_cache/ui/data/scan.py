@@ -25,13 +25,13 @@ import numpy.typing as npt
 import PIL
 
 from qwen_cache.errors import QwenCacheError
+from qwen_cache.extras import __version__
 from qwen_cache.format.identity import content_hash
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
-from qwen_cache.storage.remembered_files import RememberedFiles
+from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.ui.decoding import decoded
-from qwen_cache.version import __version__
 
 FINDINGS = {
     "repeated_target": "the same target in several rows",

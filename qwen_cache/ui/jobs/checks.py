@@ -16,7 +16,7 @@ from threading import Lock, Semaphore
 from typing import Any
 
 from qwen_cache.errors import OutdatedError
-from qwen_cache.plain_text import without_controls
+from qwen_cache.text import without_controls
 from qwen_cache.ui.jobs.command import STARTS, Command, Starts
 
 AT_ONCE = 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.plain_text import shell_line
+from qwen_cache.text import shell_line
 
 Program = Literal["qwen-cache", "qwen-train"]
 Starts = Mapping[str, Sequence[str]]

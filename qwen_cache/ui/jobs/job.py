@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qwen_cache.errors import JobError
-from qwen_cache.json_text import parse_json
-from qwen_cache.plain_text import without_controls
-from qwen_cache.storage.durable import LockHeldError, is_link, locked, write_durably
+from qwen_cache.storage.files import LockHeldError, is_link, locked, write_durably
+from qwen_cache.text import parse_json, without_controls
 from qwen_cache.ui.jobs.command import STARTS, VARIABLES, Command
 from qwen_cache.ui.jobs.signature import is_signed
 

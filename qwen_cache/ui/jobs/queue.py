@@ -22,14 +22,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from qwen_cache.errors import JobError
-from qwen_cache.storage.durable import (
-    LockHeldError,
-    locked,
-    make_folder,
-    remove_folder,
-    whole_folder,
-    write_durably,
-)
+from qwen_cache.storage.files import LockHeldError, locked, make_folder, remove_folder, whole_folder, write_durably
 from qwen_cache.ui.jobs.command import STARTS, Command, Starts
 from qwen_cache.ui.jobs.job import (
     ENDED,

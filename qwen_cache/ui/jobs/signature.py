@@ -16,8 +16,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from qwen_cache.storage.durable import cache_home, make_folder
-from qwen_cache.storage.mapped import read_file
+from qwen_cache.storage.files import cache_home, make_folder, read_file
 
 SIGNATURE = "signature"
 KEY_NAME, KEY_BYTES = "ui-key", 32

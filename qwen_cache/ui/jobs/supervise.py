@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from qwen_cache.progress_file import VARIABLE
-from qwen_cache.storage.durable import LockHeldError, locked
+from qwen_cache.storage.files import LockHeldError, locked
+from qwen_cache.terminal import VARIABLE
 from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, PROGRESS, RESULT, STARTED, TRAIN, Job, read_job, write_json
 from qwen_cache.ui.jobs.process import began
 

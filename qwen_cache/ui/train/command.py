@@ -15,8 +15,9 @@ from pydantic import BaseModel
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
-from qwen_cache.settings.train import NO_CACHE
-from qwen_cache.ui.jobs import Command, Job
+from qwen_cache.settings.sections import NO_CACHE
+from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.job import Job
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.train.folders import run_at
 from qwen_cache.ui.workspace import STATE, Workspace, given

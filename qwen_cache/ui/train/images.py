@@ -22,9 +22,8 @@ from typing import Any
 
 from PIL import Image
 
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.durable import is_link
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import is_link, open_file
+from qwen_cache.text import parse_json
 from qwen_cache.web import RefusedError
 
 VALIDATION = "validation"

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_cache.json_text import parse_json
-from qwen_cache.storage.mapped import open_file
+from qwen_cache.storage.files import open_file
+from qwen_cache.text import parse_json
 
 NAME = "metrics.jsonl"
 LOSS = "loss"

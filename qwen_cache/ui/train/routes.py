@@ -18,8 +18,11 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from qwen_cache.settings.yaml_text import parse_yaml
-from qwen_cache.ui.jobs import Checks, Command, Job, Queue
+from qwen_cache.settings.load import parse_yaml
+from qwen_cache.ui.jobs.checks import Checks
+from qwen_cache.ui.jobs.command import Command
+from qwen_cache.ui.jobs.job import Job
+from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.train import folders, images, metrics
 from qwen_cache.ui.train.command import Continued, Form, Prepared, encoding, new_run, planned, resumed
 from qwen_cache.ui.workspace import Workspace

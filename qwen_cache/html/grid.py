@@ -1,9 +1,4 @@
-"""Images side by side: a table with titles above its columns and a caption below each of its rows.
-
-`make_grid` makes thumbnails, none larger than twice its image, and omits columns that are empty in every row. Captions
-are never cut; each is set in the first font that has all of its letters: Pillow's own, else one of the system. A letter
-that no font has is rendered as an empty box. Nothing is refused; the caller splits many rows into pages.
-"""
+"""Images side by side in one PNG."""
 
 from __future__ import annotations
 

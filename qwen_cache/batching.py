@@ -1,32 +1,136 @@
-"""The batch plan: which samples form a batch, from token counts alone, without opening a shard.
-
-An epoch (`epoch`) is a fresh permutation of the samples, cut into windows. Within a window, samples are sorted by
-length, cut into batches, and the batches are shuffled: little is padded, and the order stays random. The exception is
-runs of batches of similar cost, so that processes hardly wait for one another. Every sample is trained once per epoch
-(`drop_last` skips less than a batch, other samples each time), and no batch spans two epochs. The position of a run is
-one number: its consumed samples. Each window has a known number of samples, so the next batch costs the planning of one
-window, in any epoch and for any number of processes.
-
-A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed batch costs the tokens of
-its samples. Each sample is counted with its own prompt; a dropped caption makes it shorter. A sample that exceeds
-`max_tokens` is refused.
-"""
+"""The order of an epoch and its batches, the same in every process; token budgets that need few batch shapes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.batching.epoch import BEGIN, Begin, Epochs, FloatArray, IntArray, MixturePart, random
-from qwen_cache.console import plural
 from qwen_cache.errors import ConfigError, IndexFileError, TrainError
-from qwen_cache.settings.batching import BatchConfig
+from qwen_cache.settings.sections import BatchConfig
+from qwen_cache.terminal import plural
+
+# ---- epoch -----------------------------------------------------------------------------------------------------------
+# The samples of an epoch and their order: a pure function of the seed and the number of the epoch.
+#
+# Each part of a mixture comes as often as its weight says: weight 1 is once, weight 2.5 is twice, and half of the part
+# a third time. That half moves on with every epoch, so after any number of epochs the samples of a part have come
+# equally often, to within one. Weights are rounded to whole samples, at least one per part.
+#
+# Where samples are alternatives, such as captions of one image, they take turns: each time an image comes, the next one
+# stands for it, in an order of the image's own.
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+ORDER = 0  # the random stream that shuffles an epoch; streams from 1 are free for the caller
+ROUND = 1 << 32  # the random stream that shuffles a part
+TURNS = 1 << 33  # the random stream that shuffles alternatives
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Where in a run a plan begins: all 0, unless the run has trained by another plan before."""
+
+    epoch: int = 0
+    samples: int = 0
+    """Samples that were trained before."""
+    position: int = 0
+    """The first position of the plan, so that no two samples of a run share one."""
+    batches: int = 0
+    """Batches that were trained before, where the plan knows."""
+
+
+BEGIN = Begin()
+
+
+@dataclass(frozen=True)
+class MixturePart:
+    """Samples of equal weight."""
+
+    samples: IntArray
+    """The indices of the samples."""
+    weight: float = 1.0
+    begins: IntArray | None = None
+    """Where the alternatives of each image begin in `samples`, which repeats those that come more often. None: none are
+    alternatives."""
+
+    def __len__(self) -> int:
+        """How many samples an epoch has with weight 1."""
+        return len(self.samples if self.begins is None else self.begins)
+
+    @property
+    def per_epoch(self) -> int:
+        """How many samples of this part an epoch has."""
+        return max(1, round(len(self) * self.weight)) if len(self) else 0
+
+
+class Epochs:
+    """The endless sequence of epochs; each has `len` samples."""
+
+    def __init__(self, parts: Sequence[MixturePart], seed: int) -> None:
+        self.parts, self.seed = tuple(parts), seed
+        self.order = lru_cache(maxsize=2)(self._order)
+
+    def __len__(self) -> int:
+        return sum(part.per_epoch for part in self.parts)
+
+    def _order(self, epoch: int) -> IntArray:
+        """The indices of the samples of an epoch, in order."""
+        samples = np.concatenate([self._of_part(i, epoch) for i in range(len(self.parts))])
+        return samples[random(self.seed, epoch, ORDER).permutation(len(samples))]
+
+    def _of_part(self, i: int, epoch: int) -> IntArray:
+        part, count = self.parts[i], len(self.parts[i])
+        repeats, rest = divmod(part.per_epoch, max(1, count))
+        if part.begins is None and not rest:
+            return np.tile(part.samples, repeats)
+        ring = random(self.seed, i, ROUND).permutation(count)  # each epoch takes the next `rest` of it
+        again = ring[(epoch * rest + np.arange(rest)) % count] if rest else ring[:0]
+        chosen = np.concatenate([np.tile(np.arange(count), repeats), again])
+        samples, positions = part.samples, chosen
+        if part.begins is not None:
+            taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
+            turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
+            lengths = np.diff(part.begins, append=len(samples))
+            samples, positions = self._in_turns(i), part.begins[chosen] + turns % lengths[chosen]
+        order: IntArray = samples[positions]
+        return order
+
+    def _in_turns(self, i: int) -> IntArray:
+        """The alternatives, those of each image in a random order."""
+        part = self.parts[i]
+        assert part.begins is not None
+        images = np.searchsorted(part.begins, np.arange(len(part.samples)), side="right")
+        ordered: IntArray = part.samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
+        return ordered
+
+
+def random(seed: int, epoch: int, stream: int) -> np.random.Generator:
+    """A generator with its own Philox stream, so epoch 100 costs no more than epoch 0."""
+    return np.random.Generator(np.random.Philox(key=[seed % 2**64, epoch], counter=[0, 0, 0, stream]))
+
+
+# ---- batch plan ------------------------------------------------------------------------------------------------------
+# The batch plan: which samples form a batch, from token counts alone, without opening a shard.
+#
+# An epoch (`epoch`) is a fresh permutation of the samples, cut into windows. Within a window, samples are sorted by
+# length, cut into batches, and the batches are shuffled: little is padded, and the order stays random. The exception is
+# runs of batches of similar cost, so that processes hardly wait for one another. Every sample is trained once per epoch
+# (`drop_last` skips less than a batch, other samples each time), and no batch spans two epochs. The position of a run
+# is one number: its consumed samples. Each window has a known number of samples, so the next batch costs the planning
+# of one window, in any epoch and for any number of processes.
+#
+# A padded batch of B samples costs B · (its longest image + its longest text) tokens; a packed batch costs the tokens
+# of its samples. Each sample is counted with its own prompt; a dropped caption makes it shorter. A sample that exceeds
+# `max_tokens` is refused.
 
 ROUNDING = 1e-6  # batches: three thirds of a batch add up to one batch only within this
 UNSORTED_WINDOW = 4096  # samples cut into batches at a time where sorting gains nothing
@@ -463,3 +567,48 @@ def _wait(costs: IntArray, world_size: int, per_step: int) -> float:
     costs = np.resize(costs, -(-len(costs) // step) * step)  # the last step continues into the next epoch
     at_once = np.sort(costs.reshape(-1, step)).reshape(-1, world_size)
     return float(1 - at_once.sum() / (world_size * at_once.max(1).sum()))
+
+
+# ---- budgets ---------------------------------------------------------------------------------------------------------
+# Help to choose `train.max_tokens`: batch statistics under a few token budgets.
+#
+# They come from the plan that a run with this budget makes, with every other setting at its default; for millions of
+# samples, from the first of an epoch (`BatchPlan.summary`). No budget is below the largest sample, which would not fit.
+
+LARGEST_SAMPLES = (1, 2, 4, 8)  # how many of the largest samples a budget has room for
+TOKEN_STEP = 1024  # tokens
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The batches of an epoch under one `train.max_tokens`, in `train.layout=padded`."""
+
+    max_tokens: int
+    samples_per_batch: float
+    padding: float
+    """Fraction of all tokens that is padding."""
+    padding_by_chance: float
+    """The same for batches at random (`train.bucketing_window=1`); `inspect --json` prints it by this name."""
+
+
+def budgets(tokens: IntArray) -> list[Budget]:
+    """Budgets for samples with `tokens` ([2, N], as for `BatchPlan`), without those that give equal batches."""
+    largest = int(tokens.sum(0).max(initial=0))
+    candidates = [_budget(tokens, round_budget(largest, samples)) for samples in LARGEST_SAMPLES if largest]
+    changes = (replace(later, max_tokens=earlier.max_tokens) != earlier for earlier, later in pairwise(candidates))
+    return candidates[:1] + [budget for budget, differs in zip(candidates[1:], changes, strict=True) if differs]
+
+
+def round_budget(largest: int, samples: int) -> int:
+    """Room for `samples` of the largest samples and less than an eighth of another: a multiple of 1024 where samples
+    are large enough, else of a smaller power of two."""
+    step = min(TOKEN_STEP, 1 << max(largest // 8, 1).bit_length() - 1)
+    return -(-largest * samples // step) * step
+
+
+def _budget(tokens: IntArray, max_tokens: int) -> Budget:
+    planned, at_random = (
+        BatchPlan(tokens, config).summary()
+        for config in (BatchConfig(max_tokens=max_tokens), BatchConfig(max_tokens=max_tokens, bucketing_window=1))
+    )
+    return Budget(max_tokens, planned.samples_per_batch, planned.padding, at_random.padding)
