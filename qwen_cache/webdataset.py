@@ -25,9 +25,8 @@ from webdataset.cache import StreamingOpen
 
 from qwen_cache.errors import ArchiveError, ShardError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import Cache, Sample, open_cache
+from qwen_cache.format.cache import Cache, OneSample, Sample, open_cache, parse_members
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.one_sample import OneSample, parse_members
 from qwen_cache.storage.files import open_file
 from qwen_cache.storage.remote import BLOCK, Url
 from qwen_cache.torch import TENSORS, Item, as_item

@@ -149,7 +149,7 @@ def test_no_file_chooses_what_reads_it() -> None:
                 found[path.relative_to(ROOT).as_posix(), name] = arguments.get(NAMES_ITS_PARSER.get(name))
     assert found == {
         ("qwen_cache/importers/source.py", "torch.load"): "True",
-        ("qwen_cache/models/processor.py", "AutoTokenizer.from_pretrained"): "False",
+        ("qwen_cache/models/encoders.py", "AutoTokenizer.from_pretrained"): "False",
         ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
         ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",
         ("qwen_cache/ui/train/images.py", "Image.open"): "['PNG']",

@@ -29,9 +29,9 @@ from qwen_cache.cli import gc as cli_gc
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.format import directory
 from qwen_cache.format import remote as format_remote
+from qwen_cache.format.cache import RemoteShards
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
 from qwen_cache.format.remote import UPLOADS, WAITING, Uploads
-from qwen_cache.format.shards import RemoteShards
 from qwen_cache.storage import remote, stores
 from qwen_cache.storage.remote import Url
 from qwen_cache.storage.stores import Listing, S3Store
@@ -381,7 +381,7 @@ def test_of_two_builders_one_commits(
     """The other is told so, and its next run reuses its shards: nothing is encoded twice."""
     model, other, commits = tiny_model("edit-plus"), write_pairs(tmp_path / "other"), []
     change(other, "cat")
-    module, name = (directory, "commit") if when == "while it encodes" else (stores, "_write_over")
+    module, name = (directory, "commit") if when == "while it encodes" else (stores, "_s3_write_over")
     original = getattr(module, name)
 
     def overtaken(*arguments: Any, **options: Any) -> Any:
@@ -548,7 +548,7 @@ def test_gc_during_a_commit_is_noticed(
             removed.append(json.loads(run("qwen-cache", "gc", url, "--grace-hours", "0", "--json").stdout))
         return write(target, *arguments)
 
-    monkeypatch.setattr(stores, "_write_over", late)
+    monkeypatch.setattr(stores, "_s3_write_over", late)
     result = build(pairs, url, model)
     assert len([name for name in removed[0]["files"] if name.endswith(".tar")]) == 4
     refused(

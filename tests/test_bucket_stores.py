@@ -75,7 +75,7 @@ def swap(store: Store, url: Url, old: bytes | None, new: bytes) -> bool:
     return store.swap(url, old, new, {}, {})
 
 
-WRITE = {"s3": (stores, "_write_over"), "gs": (stores, "_write_over"), "hf": (stores, "_commit")}
+WRITE = {"s3": (stores, "_s3_write_over"), "gs": (stores, "_gcs_write_over"), "hf": (stores, "_commit")}
 """The function of each store that writes under the condition."""
 
 

@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qwen_cache.encode import caption as captioning
 from qwen_cache.encode.caption import REPETITION_PENALTY, load_captioners, smaller
+from qwen_cache.models.encoders import load_text_encoder
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.detect import read_source
 

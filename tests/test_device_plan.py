@@ -14,9 +14,7 @@ import torch
 from qwen_cache.cli import build as build_command
 from qwen_cache.encode import device_plan
 from qwen_cache.encode.memory import DeviceMemory, TextWork, text_lane, vae_lane
-from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED
-from qwen_cache.models.offload import piece_sizes
-from qwen_cache.models.placement import Placement
+from qwen_cache.models.devices import FRAGMENTATION, RESERVED, Placement, piece_sizes
 from qwen_cache.terminal import human_bytes
 
 from .support.caches import build, plan

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance
 
 from qwen_cache import open_cache
-from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail
 from qwen_cache.inspect import duplicates
 from qwen_cache.inspect.duplicates import Signature, near_duplicates, thumbnail_signature
 from qwen_cache.inspect.flags import spikes
+from qwen_cache.sources.images import cut_thumbnails, join_thumbnails, thumbnail
 
 from .support.caches import build
 from .support.commands import run

@@ -28,9 +28,9 @@ from qwen_cache.format.identity import Inputs
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
+from qwen_cache.models.encoders import load_processor
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.processor import load_processor
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Row

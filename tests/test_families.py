@@ -12,10 +12,9 @@ import pytest
 from qwen_cache.encode.latents import LATENT_SPACES
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import LATENT_CHANNELS
+from qwen_cache.models.encoders import MODELS, PROCESSORS
 from qwen_cache.models.family import FAMILIES, PIPELINES, Family, family_of, family_of_recipe
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.processor import PROCESSORS
-from qwen_cache.models.text_encoder import MODELS
 from qwen_train.inference.pipeline import PIPELINES as PLACED
 from qwen_train.model.stock import TRAINED_CLASSES
 

@@ -14,8 +14,8 @@ import torch
 
 from qwen_cache.encode.decode import load_vae
 from qwen_cache.models.devices import full_float32
+from qwen_cache.models.encoders import load_text_encoder
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import load_config
 from qwen_train.weights import load_transformer
 

@@ -25,12 +25,10 @@ from hypothesis import strategies as st
 
 from qwen_cache import FormatError, open_cache
 from qwen_cache.errors import CodecError, ManifestError, MemberError
-from qwen_cache.format.codec import decode, encode
 from qwen_cache.format.index import index_row, index_schema, read_index
 from qwen_cache.format.manifest import parse_manifest, with_checksum
-from qwen_cache.format.sample import parse_sample
+from qwen_cache.format.sample import PLANES_ZSTD, TensorSpec, decode, encode, parse_sample
 from qwen_cache.format.shard import Entry, check_tensors, compress, safetensors_header, scan_shard
-from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 from qwen_cache.format.verify import verify_cache
 
 from .support import bombs

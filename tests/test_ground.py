@@ -18,10 +18,9 @@ from torch.nn.functional import interpolate
 from qwen_cache.grounding.frozen_qwen import FrozenQwen
 from qwen_cache.grounding.head import HeadMetadata, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.grounding.refine import load_sam, refine
+from qwen_cache.models.encoders import load_processor, load_text_encoder
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.processor import load_processor
-from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.sources.sizes import calculate_dimensions
 
 from .support.commands import Result, run

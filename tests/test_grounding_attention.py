@@ -25,17 +25,18 @@ from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
 from qwen_cache.grounding.head import MaskHead, predict_mask
-from qwen_cache.grounding.phrase import find, token_positions
 from qwen_cache.grounding.processor import QwenImageProcessor
-from qwen_cache.models.family import PIPELINES
-from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.models.processor import (
+from qwen_cache.models.encoders import (
+    MODELS,
     ImageOnlyQwen2VLProcessor,
     ImageOnlyQwen3VLProcessor,
     load_processor,
+    load_text_encoder,
     make_processor,
 )
-from qwen_cache.models.text_encoder import MODELS, load_text_encoder
+from qwen_cache.models.family import PIPELINES
+from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.sources.captions import find, token_positions
 
 from .support.photographs import photograph
 from .support.text_encoder import save_tiny_qwen3_vl

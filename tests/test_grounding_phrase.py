@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from qwen_cache.errors import SourceError
-from qwen_cache.grounding.phrase import find, parse, token_positions
+from qwen_cache.sources.captions import find, parse, token_positions
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
 from qwen_cache.grounding.head import MaskHead, Sample, TrainSettings, mean_iou, train_head
-from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
+from qwen_cache.models.encoders import ImageOnlyQwen2VLProcessor
 
 from .support.paths import load_tool
 

@@ -318,9 +318,8 @@ def test_a_models_folder_runs_no_code_and_asks_nobody(
     tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """transformers asks on the terminal whether to run a tokenizer's own code, and takes attention from config.json."""
+    from qwen_cache.models.encoders import load_processor, load_text_encoder
     from qwen_cache.models.folder import open_model
-    from qwen_cache.models.processor import load_processor
-    from qwen_cache.models.text_encoder import load_text_encoder
 
     mark = tmp_path / "executed"
     monkeypatch.setattr("builtins.input", lambda *_: "y")
@@ -395,9 +394,8 @@ def test_a_file_of_a_model_that_is_no_file_is_refused(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it would be hashed or loaded. Links to files are followed."""
-    from qwen_cache.models.files import check_files
-    from qwen_cache.models.folder import fingerprint, open_model, read_config
-    from qwen_cache.models.loading import load_whole
+    from qwen_cache.models.encoders import load_whole
+    from qwen_cache.models.folder import check_files, fingerprint, open_model, read_config
 
     monkeypatch.chdir(tmp_path)
     original = tiny_model("edit-plus")
@@ -433,8 +431,7 @@ def test_a_file_of_a_model_that_is_no_file_is_refused(
 
 
 def test_texts_of_a_size_that_no_model_has_are_not_read(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    from qwen_cache.models.files import MAX_TEXT, check_files
-    from qwen_cache.models.folder import read_config
+    from qwen_cache.models.folder import MAX_TEXT, check_files, read_config
 
     folder = Path(shutil.copytree(tiny_model("edit-plus") / "vae", tmp_path / "vae"))
     with open(folder / "config.json", "r+b") as file:
@@ -449,7 +446,7 @@ def test_an_adapter_beside_the_weights_is_not_loaded_with_them(
     tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """transformers imports a module that its settings name."""
-    from qwen_cache.models.text_encoder import load_text_encoder
+    from qwen_cache.models.encoders import load_text_encoder
 
     folder = Path(shutil.copytree(tiny_model("edit-plus") / "text_encoder", tmp_path / "text_encoder"))
     (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
@@ -584,8 +581,8 @@ def test_a_key_twice_in_a_configuration_counts_where_it_is_read(
 
 def test_every_way_to_the_values_goes_through_the_check(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
     """Of the scheduler whatever class it names; of the images when their processor is made."""
+    from qwen_cache.models.encoders import load_processor
     from qwen_cache.models.folder import open_model
-    from qwen_cache.models.processor import load_processor
 
     folder = Path(shutil.copytree(tiny_model("edit-plus"), tmp_path / "model"))
     model = open_model(str(folder), PARTS)

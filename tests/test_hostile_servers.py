@@ -28,8 +28,8 @@ from qwen_cache.client.client import PATIENCE, Client
 from qwen_cache.client.description import Sizes
 from qwen_cache.errors import ConfigError, ServerSilentError, SourceError, TooLargeError
 from qwen_cache.format import directory
+from qwen_cache.format.cache import sample_file
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.one_sample import sample_file
 from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.settings.sections import SIZES
 from qwen_cache.sources.places import read_bytes

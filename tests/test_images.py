@@ -29,7 +29,8 @@ from PIL import Image, ImageCms, features
 
 from qwen_cache.encode.latents import PROCESSOR
 from qwen_cache.errors import SourceError
-from qwen_cache.sources import images, jpeg_xl
+from qwen_cache.sources import images
+from qwen_cache.sources import images as jpeg_xl
 from qwen_cache.sources.images import FORMATS, open_mask, open_rgb, open_rgba, over_white, upright_size
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 

@@ -24,11 +24,11 @@ from qwen_cache.format.index import (
     bound,
     decoded_bytes,
     index_schema,
+    read_claims,
     read_index,
     record_reader,
     write_index,
 )
-from qwen_cache.format.pages import read_claims
 
 from .support import bombs
 from .support.paths import ROOT

@@ -22,8 +22,7 @@ from torch import Tensor
 from qwen_cache import open_cache
 from qwen_cache.encode.decode import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
-from qwen_cache.format.cache import Cache, Sample
-from qwen_cache.format.find import find_sample
+from qwen_cache.format.cache import Cache, Sample, find_sample
 from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import open_model
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents

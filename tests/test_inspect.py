@@ -21,8 +21,7 @@ from qwen_cache import open_cache
 from qwen_cache.batching import round_budget
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.rows import ListedSample
-from qwen_cache.format.sample import SampleMeta, token_count
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import Batches

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from qwen_cache import Cache, open_cache
 from qwen_cache.errors import IndexFileError
-from qwen_cache.format import directory, index, mapped_index, rows, update
+from qwen_cache.format import directory, index, rows, update
+from qwen_cache.format import directory as mapped_index
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import index_schema, write_index
-from qwen_cache.format.keys import Keys, first_of_each, hash_words
-from qwen_cache.format.rows import ListedSample, ListedSamples, taken
+from qwen_cache.format.rows import Keys, ListedSample, ListedSamples, first_of_each, hash_words, taken
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update, read_existing
 from qwen_cache.format.verify import verify_cache
 from qwen_cache.storage.remote import Url
@@ -36,7 +36,7 @@ GROUP = 4  # rows; the example has 6
 def is_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The example counts as a large index; the folder of its file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(mapped_index, "IN_MEMORY", GROUP)
+    monkeypatch.setattr(mapped_index, "ROWS_IN_MEMORY", GROUP)
     for module in (index, rows, update):
         monkeypatch.setattr(module, "ROW_GROUP", GROUP)
     return tmp_path / "qwen-cache" / "indexes"
@@ -246,7 +246,7 @@ def test_a_listing_is_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_large_index_of_a_server_is_downloaded_to_a_file(is_large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address, files = "memory://mapped-index", fsspec.filesystem("memory")
     files.put(f"{EXAMPLE}/", "/mapped-index/", recursive=True)
-    monkeypatch.setattr(directory, "IN_MEMORY", 0)
+    monkeypatch.setattr(directory, "LARGEST_IN_MEMORY", 0)
     size = open_cache(EXAMPLE).manifest.index.bytes
     asked: list[int] = []
     download = Url.download

@@ -16,8 +16,7 @@ import torch
 from qwen_cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.rows import ListedSample
-from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.format.update import commit_update, open_staging, plan_update, read_existing
 
 from .support.caches import build, contents

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from qwen_cache.cli import doctor
-from qwen_cache.models.offload import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
+from qwen_cache.models.devices import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
 from qwen_cache.settings.load import load_config
 from qwen_train import prepare
 from qwen_train.memory.predict import host_bytes, predict_memory

@@ -22,8 +22,8 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qwen_cache import open_cache
-from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED
-from qwen_cache.models.text_encoder import MODELS
+from qwen_cache.models.devices import FRAGMENTATION, RESERVED
+from qwen_cache.models.encoders import MODELS
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
 from qwen_train.memory.plan import Workload, plan

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from qwen_cache import open_cache
 from qwen_cache.errors import FormatError
 from qwen_cache.format import directory
-from qwen_cache.format.one_sample import parse_sample_file, sample_file
+from qwen_cache.format.cache import parse_sample_file, sample_file
 from qwen_cache.format.shard import compress, tensor_bytes
 
 Built = Callable[..., Path]

@@ -104,7 +104,7 @@ for name in ("gc", "migrate", "verify", "inspect"):
 said["left"] = command("gc", folder, "--json")
 
 from fsspec.implementations.memory import MemoryFileSystem
-from qwen_cache.format.shards import RemoteShards
+from qwen_cache.format.cache import RemoteShards
 MemoryFileSystem().put(folder, "/cache", recursive=True)
 fetched, fetch = [], RemoteShards._fetch
 RemoteShards._fetch = lambda self, row, copy: (fetched.append(row.meta.key), fetch(self, row, copy))

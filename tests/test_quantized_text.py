@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.grounding.head import encoder_of
-from qwen_cache.models import quantized_linear
+from qwen_cache.models import devices
+from qwen_cache.models.devices import Kind, Nf4Linear, Placement, QuantizedLinear, check_quantization, quantize
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
-from qwen_cache.models.placement import Placement
-from qwen_cache.models.quantized_linear import Kind, Nf4Linear, QuantizedLinear, check_quantization, quantize
 from qwen_cache.settings.load import load_config
 from qwen_train.data.mixture import open_mixture
 
@@ -65,14 +64,14 @@ def test_each_weight_is_the_nearest_number_of_its_format(
     layers = nn.Sequential(nn.Linear(96, 150), nn.ReLU()).requires_grad_(False)
     weight = layers[0].weight.clone()
     if pieces:
-        monkeypatch.setattr(quantized_linear, "PIECE", 64 * 96)
+        monkeypatch.setattr(devices, "PIECE", 64 * 96)
     quantize(layers, kind, SETTING, CPU)
     assert type(layers[0]) is (Nf4Linear if kind == "nf4" else QuantizedLinear)
     found = unpacked(layers[0], 96)
     # The product with the identity, and the subtracted bias, round a few times in float32.
     assert ((found - weight).abs() <= allowed(kind, weight) * (1 + 1e-3) + 2**-22).all()
     assert not torch.equal(found, weight)
-    monkeypatch.setattr(quantized_linear, "PIECE", 1 << 24)
+    monkeypatch.setattr(devices, "PIECE", 1 << 24)
     whole = nn.Sequential(nn.Linear(96, 150)).requires_grad_(False)
     whole[0].weight, whole[0].bias = nn.Parameter(weight, requires_grad=False), layers[0].bias
     quantize(whole, kind, SETTING, CPU)
@@ -198,7 +197,7 @@ def test_a_device_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(*_: object) -> None:
         raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend\nbut it does not have support")
 
-    monkeypatch.setattr(quantized_linear, "quantize", convert)
+    monkeypatch.setattr(devices, "quantize", convert)
     with pytest.raises(DeviceError) as error:
         check_quantization("fp8", SETTING, CPU)
     assert str(error.value) == (

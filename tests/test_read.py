@@ -28,7 +28,7 @@ import webdataset
 from qwen_cache import FormatError, QwenCacheError, open_cache
 from qwen_cache.extras import install_command
 from qwen_cache.format import directory
-from qwen_cache.format.shards import OPEN_SHARDS
+from qwen_cache.format.cache import OPEN_SHARDS
 from qwen_cache.format.verify import verify_cache
 from qwen_cache.options import explain_crashes
 from qwen_cache.storage import files as mapped

@@ -30,7 +30,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.format import shards
+from qwen_cache.format import cache as shards
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import write_index

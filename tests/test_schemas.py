@@ -24,8 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import RULES, FormatError
 from qwen_cache.format.identity import Inputs, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
-from qwen_cache.format.sample import MASK_FROM, SampleMeta, parse_sample
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import MASK_FROM, SampleMeta, TensorSpec, parse_sample
 from qwen_cache.format.verify import verify_cache
 
 from .support.commands import run

@@ -25,10 +25,16 @@ from torch import Tensor
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError, QwenCacheError
+from qwen_cache.models.devices import LiveBytes
 from qwen_cache.models.folder import open_model
-from qwen_cache.models.live_bytes import LiveBytes
-from qwen_cache.models.single_file import UNPACKED_OTHERS, UNPACKED_TENSORS, SingleFile, open_single_file
-from qwen_cache.models.tensor_headers import GGML_TYPES, StoredTensor
+from qwen_cache.models.single_file import (
+    GGML_TYPES,
+    UNPACKED_OTHERS,
+    UNPACKED_TENSORS,
+    SingleFile,
+    StoredTensor,
+    open_single_file,
+)
 from qwen_train.model.frozen_layers import UnpackedLinear, replace_layers
 from qwen_train.model.single_file import load_single_file
 from qwen_train.model.stock import trained_class

@@ -22,9 +22,8 @@ from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import editing
+from qwen_cache.sources.detect import Entry, SourceSettings, list_source
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
-from qwen_cache.sources.listing import Entry, list_source
-from qwen_cache.sources.reading import SourceSettings
 from qwen_cache.sources.rows import MAX_TEXT
 from qwen_cache.storage.files import locked
 from qwen_cache.storage.remote import location

@@ -11,8 +11,7 @@ import pytest
 
 from qwen_cache.errors import Problem
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import read_source
-from qwen_cache.sources.listing import Listing, list_source
+from qwen_cache.sources.detect import Listing, list_source, read_source
 
 
 def listed(source: Path) -> Listing:

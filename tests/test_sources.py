@@ -20,7 +20,6 @@ from qwen_cache.errors import Problem, SourceError
 from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import detect as source
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.columns import COLUMNS, GENERIC, LIST_COLUMNS
 from qwen_cache.sources.detect import Row, read_source
 from qwen_cache.sources.pairs import (
     CONTROL_FOLDERS,
@@ -29,7 +28,7 @@ from qwen_cache.sources.pairs import (
     TARGET_FOLDERS,
 )
 from qwen_cache.sources.places import File
-from qwen_cache.sources.rows import MAX_TEXT
+from qwen_cache.sources.rows import COLUMNS, GENERIC, LIST_COLUMNS, MAX_TEXT
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:

@@ -15,11 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from qwen_cache.encode.text import TextEncoder, TextRequest
-from qwen_cache.models import placement
+from qwen_cache.models import devices
+from qwen_cache.models.devices import ALIGNMENT, HostEmbedding, Kind, OffloadedBlocks, Placement
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
-from qwen_cache.models.offload import ALIGNMENT, OffloadedBlocks
-from qwen_cache.models.placement import HostEmbedding, Placement
-from qwen_cache.models.quantized_linear import Kind
 
 from .support.caches import build
 from .support.marks import slow
@@ -32,7 +30,7 @@ PROMPTS = ("make it blue", "remove the tower")
 @pytest.fixture
 def as_accelerator() -> Iterator[None]:
     """The CPU as a device that has a memory of its own."""
-    with patch.object(placement, "is_accelerator", lambda device: True):
+    with patch.object(devices, "is_accelerator", lambda device: True):
         yield
 
 
@@ -65,7 +63,7 @@ def test_embeddings_and_attention_are_the_same(
 ) -> None:
     """Two passes about images, so that the first layers are fetched twice."""
     model = open_model(str(tiny_model(variant)), ENCODER_PARTS)
-    with patch.object(placement, "is_accelerator", lambda device: False):
+    with patch.object(devices, "is_accelerator", lambda device: False):
         plain = encoder(model, kind, offload=False)
     offloaded = encoder(model, kind, offload=True)
     for some in (requests(plain), requests(plain, 1)):

@@ -18,16 +18,15 @@ import pytest
 from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
-from qwen_cache.encode import thumbnails as strips
 from qwen_cache.encode.lanes import EncodedImage, _thumbnails_tensor
-from qwen_cache.encode.thumbnails import cut_thumbnails, join_thumbnails, thumbnail_size
 from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.verify import _is_webp
 from qwen_cache.inspect import page as document
 from qwen_cache.inspect.duplicates import thumbnail_signature
 from qwen_cache.inspect.images import overlaid
-from qwen_cache.sources.images import over_white
+from qwen_cache.sources import images as strips
+from qwen_cache.sources.images import cut_thumbnails, join_thumbnails, over_white, thumbnail_size
 
 from .support.caches import build, contents
 from .support.commands import run

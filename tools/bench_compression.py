@@ -30,8 +30,7 @@ import zstandard
 from PIL import Image
 from scipy.fft import dctn
 
-from qwen_cache.format.codec import decode, encode
-from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
+from qwen_cache.format.sample import PLANES_ZSTD, TensorSpec, decode, encode
 
 PHOTOGRAPHS = (("skimage", "data/astronaut.png"), ("skimage", "data/coffee.png"), ("skimage", "data/chelsea.png"))
 PHOTOGRAPHS += (("sklearn.datasets", "images/china.jpg"), ("sklearn.datasets", "images/flower.jpg"))

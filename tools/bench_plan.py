@@ -37,8 +37,7 @@ from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, token_count
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.sources import places
 from qwen_cache.storage import remembered

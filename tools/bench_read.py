@@ -42,8 +42,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import Inputs, content_hash, copy_hashed, recipe_id
 from qwen_cache.format.rows import ListedSample
-from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.format.update import commit_update, open_staging, plan_update, read_existing
 from qwen_cache.torch import CacheDataset
 from qwen_cache.torch import collate as collate_items

@@ -106,9 +106,8 @@ def _index_rows(numbers: range, samples: Sequence[Any], recipe: str, shards: Seq
     """Rows as for real samples: hashes are all different, and every tensor is at its offset."""
     from qwen_cache.format.identity import sample_key
     from qwen_cache.format.index import IndexRow, index_schema, table_of
-    from qwen_cache.format.sample import SampleMeta, token_count
+    from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
     from qwen_cache.format.shard import Entry
-    from qwen_cache.format.tensor import TensorSpec
 
     shapes = samples[0].img_shapes
     sizes = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}

@@ -22,8 +22,7 @@ from unittest.mock import patch
 from qwen_cache.format.cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.rows import ListedSample
-from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 from qwen_cache.format.verify import verify_cache
 

@@ -30,9 +30,8 @@ from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, r
 from qwen_cache.format.index import INDEX_NAME, index_schema
 from qwen_cache.format.manifest import CHECKSUM, MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard, with_checksum
 from qwen_cache.format.rows import ListedSample
-from qwen_cache.format.sample import SampleMeta, token_count
+from qwen_cache.format.sample import PLANES_ZSTD, SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
-from qwen_cache.format.tensor import PLANES_ZSTD, TensorSpec
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 
 EXAMPLES = Path(__file__).parents[1] / "schemas" / "examples"

@@ -11,12 +11,10 @@ from pathlib import Path
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.grounding.phrase import literal
 from qwen_cache.models.folder import ModelFolder, check_name, open_language_model, open_model
 from qwen_cache.settings.load import Config
-from qwen_cache.sources.caption_files import CaptionFiles, caption_files
-from qwen_cache.sources.detect import read_source
-from qwen_cache.sources.reading import reading
+from qwen_cache.sources.captions import CaptionFiles, caption_files, literal
+from qwen_cache.sources.detect import read_source, reading
 from qwen_cache.sources.rows import Row
 from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, counting, plural, print_json, print_problems

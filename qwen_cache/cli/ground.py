@@ -25,10 +25,9 @@ from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
 from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.devices import choose_device, torch_dtype
+from qwen_cache.models.encoders import load_processor, load_text_encoder
 from qwen_cache.models.family import VAE_IMAGE_SIZE
 from qwen_cache.models.folder import ModelFolder, open_model
-from qwen_cache.models.processor import load_processor
-from qwen_cache.models.text_encoder import load_text_encoder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import open_rgb_file
 from qwen_cache.sources.sizes import Size, calculate_dimensions

@@ -20,9 +20,8 @@ from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
 from qwen_cache.settings.describe import comment, settings_file
 from qwen_cache.settings.load import CONFIG_NAME, Config, overridden, parse_yaml
-from qwen_cache.sources.detect import Readable, Row, read_source
+from qwen_cache.sources.detect import Readable, Row, read_source, reading
 from qwen_cache.sources.images import upright_size
-from qwen_cache.sources.reading import reading
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, human_bytes, plural, print_json, print_problems

@@ -6,8 +6,8 @@ from qwen_cache.cli.migrate import OnSample, write_update
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import __version__
 from qwen_cache.format import directory
+from qwen_cache.format.convert import Selection, merge, plan_merge, read_sources
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.merge import Selection, merge, plan_merge, read_sources
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.remote import LocalCopies, location
 from qwen_cache.storage.stores import destination

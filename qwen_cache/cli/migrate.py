@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from qwen_cache.extras import __version__
 from qwen_cache.format import directory
+from qwen_cache.format.convert import migrate, plan_migration
 from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.migrate import migrate, plan_migration
 from qwen_cache.format.update import Update
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import check_compression

@@ -33,10 +33,9 @@ from qwen_cache.client.answers import (
 from qwen_cache.client.connection import MAX_JSON, NO_ANSWER, WAIT, Answer, Connection, Form, silence
 from qwen_cache.client.description import Description, parse_description
 from qwen_cache.errors import ConfigError, QwenCacheError, ServerSilentError, SourceError
-from qwen_cache.format.cache import Sample
+from qwen_cache.format.cache import OneSample, Sample, parse_sample_file
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.one_sample import OneSample, parse_sample_file
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.storage import bounds

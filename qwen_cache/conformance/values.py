@@ -24,7 +24,7 @@ from torch import Tensor
 
 from qwen_cache.conformance.cache import NO_EMPTY_PROMPT, Row, Workplace
 from qwen_cache.conformance.model import CONFIG
-from qwen_cache.models.processor import make_processor
+from qwen_cache.models.encoders import make_processor
 
 SIZES = ((1152, 896), (1152, 896), (896, 1152))
 """Width and height of the target and of each control."""

@@ -26,24 +26,19 @@ from qwen_cache.encode.remembered_images import RememberedImages
 from qwen_cache.encode.slices import SlicedSource, SourceSlice
 from qwen_cache.errors import ConfigError, Notice, Problem, ShardError, SourceError
 from qwen_cache.format import directory
-from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
-from qwen_cache.format.other_caches import OtherCaches
 from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, listed
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.staging import Destination
-from qwen_cache.format.update import Existing, Update, plan_update, read_existing
-from qwen_cache.grounding.phrase import has_marks
+from qwen_cache.format.staging import Destination, finished_samples
+from qwen_cache.format.update import Existing, OtherCaches, Update, plan_update, read_existing
+from qwen_cache.models.family import pixel_token, pixel_token_told
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
-from qwen_cache.models.template import pixel_token, pixel_token_told
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import check_compression
-from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import Row, read_content
-from qwen_cache.sources.garbage import without_gc
-from qwen_cache.sources.reading import reading
+from qwen_cache.sources.captions import Captions, has_marks
+from qwen_cache.sources.detect import Row, read_content, reading, without_gc
 from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions
 from qwen_cache.storage.remote import LocalCopies, Url, location
 from qwen_cache.storage.stores import destination

@@ -21,10 +21,16 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from qwen_cache.errors import SourceError
 from qwen_cache.grounding.frozen_qwen import CHAT
 from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
+from qwen_cache.models.encoders import (
+    PROCESSORS,
+    batch_windows,
+    load_processor,
+    load_text_encoder,
+    load_tokenizer,
+    make_processor,
+    text_encoder_type,
+)
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.processor import PROCESSORS, load_processor, load_tokenizer, make_processor
-from qwen_cache.models.text_encoder import load_text_encoder, text_encoder_type
-from qwen_cache.models.vision_tower import batch_windows
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import CaptionConfig
 from qwen_cache.sources.images import open_rgb

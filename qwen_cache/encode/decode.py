@@ -12,8 +12,8 @@ from PIL import Image
 from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
 
 

@@ -130,8 +130,7 @@ def _longest(job: BuildJob, samples: Sequence[PlannedSample]) -> TextWork:
 
 def _planned(job: BuildJob, cache: CacheConfig, image: Size | None, work: TextWork) -> list[DevicePlan]:
     from qwen_cache.encode.memory import Component, DeviceMemory, text_lane, vae_lane
-    from qwen_cache.models.devices import is_accelerator, torch_dtype
-    from qwen_cache.models.placement import Placement
+    from qwen_cache.models.devices import Placement, is_accelerator, torch_dtype
 
     placement, dtype = Placement(cache.text_quantization, cache.text_offload), torch_dtype(cache.dtype)
     vae, text = (

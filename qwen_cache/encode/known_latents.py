@@ -18,12 +18,10 @@ import pyarrow.compute as pc
 
 from qwen_cache.encode.builder import BuildJob, Encoding, other_caches
 from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.format.cache import Sample
+from qwen_cache.format.cache import LocalShards, RangedShards, Sample, SampleBytes
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.keys import IntArray, Keys, Words, hash_words
-from qwen_cache.format.rows import KeyedRows
+from qwen_cache.format.rows import IntArray, KeyedRows, Keys, Words, hash_words
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shards import LocalShards, RangedShards, SampleBytes
 from qwen_cache.format.update import Existing
 from qwen_cache.sources.sizes import Size, img_shapes
 from qwen_cache.storage.remote import Url

@@ -25,13 +25,11 @@ from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
 from qwen_cache.encode.micro_batches import Batcher, Lane, Turns
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.encode.text import EncodedText, Inputs, TextEncoder, TextRequest
-from qwen_cache.encode.thumbnails import join_thumbnails, thumbnail
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.models.family import QWEN_IMAGE, Family, estimate_tokens
-from qwen_cache.sources.images import opaque, open_rgb, open_rgba, over_white
+from qwen_cache.sources.images import join_thumbnails, opaque, open_rgb, open_rgba, over_white, thumbnail
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
 DECODE_THREADS = min(32, max(4, os.cpu_count() or 1))

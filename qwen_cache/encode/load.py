@@ -28,9 +28,7 @@ def check_devices(config: Config) -> None:
         for option, name in named.items():
             choose_devices(name, option)
     if (quantization := config.cache.text_quantization) != "none":
-        from qwen_cache.models.devices import choose_devices
-        from qwen_cache.models.placement import SETTING
-        from qwen_cache.models.quantized_linear import check_quantization
+        from qwen_cache.models.devices import SETTING, check_quantization, choose_devices
 
         for device in choose_devices(config.cache.text_device, "--text-device", preferred=1):
             check_quantization(quantization, SETTING, device)
@@ -48,8 +46,7 @@ def load_lanes(job: BuildJob) -> Lanes:
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
-    from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
-    from qwen_cache.models.placement import Placement
+    from qwen_cache.models.devices import Placement, choose_devices, is_accelerator, torch_dtype
 
     cache = job.config.cache
     vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)

@@ -23,8 +23,7 @@ from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
 from qwen_cache.grounding.difference import difference_mask
 from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.sources.images import open_mask, open_rgb

@@ -23,13 +23,20 @@ from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.text import select_rows
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.encode.vae import encoder_parts
-from qwen_cache.models.live_bytes import bytes_of, peak_of, with_reserve
-from qwen_cache.models.loading import explained, from_config
-from qwen_cache.models.offload import ALIGNMENT, ON_DEVICE, piece_sizes
-from qwen_cache.models.placement import WHOLE, Placement
-from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization, in_pieces
-from qwen_cache.models.text_encoder import MODELS, model_config
-from qwen_cache.models.vision_tower import batch_windows
+from qwen_cache.models.devices import (
+    ALIGNMENT,
+    ON_DEVICE,
+    QUANTIZATIONS,
+    WHOLE,
+    Placement,
+    Quantization,
+    bytes_of,
+    in_pieces,
+    peak_of,
+    piece_sizes,
+    with_reserve,
+)
+from qwen_cache.models.encoders import MODELS, batch_windows, explained, from_config, model_config
 from qwen_cache.sources.sizes import Size
 
 CHANNELS = {"RGB": 3, "RGBA": 4}

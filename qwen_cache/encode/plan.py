@@ -20,12 +20,12 @@ from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage
 from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.other_caches import Copies
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import ImgShapes
-from qwen_cache.grounding.phrase import parse
+from qwen_cache.format.update import Copies
 from qwen_cache.models.family import family_of
-from qwen_cache.sources.garbage import without_gc
+from qwen_cache.sources.captions import parse
+from qwen_cache.sources.detect import without_gc
 from qwen_cache.sources.rows import Readable, Row, limits_exceeded
 from qwen_cache.sources.sizes import (
     Resolution,

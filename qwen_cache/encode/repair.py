@@ -18,10 +18,10 @@ from qwen_cache.encode.plan import BuildPlan, PlannedSample, make_plan
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format import directory
-from qwen_cache.format.finished import finished_samples
 from qwen_cache.format.identity import differences, recipe_id
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
+from qwen_cache.format.staging import finished_samples
 from qwen_cache.format.update import Existing, Update, by_position, plan_update
 from qwen_cache.format.verify import damaged_shards
 from qwen_cache.settings.load import CONFIG_NAME, load_config

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.keys import first_of_each
-from qwen_cache.format.rows import ListedSamples, taken
+from qwen_cache.format.rows import ListedSamples, first_of_each, taken
 
 T = TypeVar("T")
 

@@ -33,14 +33,11 @@ from transformers import DynamicCache
 from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.format.identity import Phrase
 from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
-from qwen_cache.grounding.phrase import token_positions
-from qwen_cache.models.devices import has_streams, is_accelerator, join_on_device, to_device
+from qwen_cache.models.devices import WHOLE, Placement, has_streams, is_accelerator, join_on_device, place, to_device
+from qwen_cache.models.encoders import batch_windows, load_processor, load_text_encoder, load_tokenizer
+from qwen_cache.models.family import VISION_END, Template, pixel_token, pixel_token_told
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.placement import WHOLE, Placement, place
-from qwen_cache.models.processor import load_processor, load_tokenizer
-from qwen_cache.models.template import VISION_END, Template, pixel_token, pixel_token_told
-from qwen_cache.models.text_encoder import load_text_encoder
-from qwen_cache.models.vision_tower import batch_windows
+from qwen_cache.sources.captions import token_positions
 from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048

@@ -20,8 +20,8 @@ from qwen_cache.encode.latents import latent_space, vae_class
 from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.devices import has_streams, join_on_device
+from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
 
 

@@ -36,8 +36,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import Content, Row, read_content, read_written
-from qwen_cache.sources.reading import reading
+from qwen_cache.sources.detect import Content, Row, read_content, read_written, reading
 from qwen_cache.storage.remote import Url, location
 from qwen_cache.storage.stores import destination
 

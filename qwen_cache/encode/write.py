@@ -30,18 +30,11 @@ from qwen_cache.encode.chunks import cut_into_chunks
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConflictError
 from qwen_cache.extras import __version__, installed
-from qwen_cache.format.finished import replaced_shards
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import conflict
 from qwen_cache.format.shard import compress
-from qwen_cache.format.staging import Destination
-from qwen_cache.format.update import (
-    Update,
-    commit_early,
-    commit_update,
-    copy_if_there,
-    open_staging,
-)
+from qwen_cache.format.staging import Destination, replaced_shards
+from qwen_cache.format.update import Update, commit_early, commit_update, copy_if_there, open_staging
 from qwen_cache.storage.remote import LocalCopies
 
 

@@ -1,17 +1,19 @@
-"""Read a cache: `open_cache`, samples by position or key, tensors without a copy.
-
-Tensors are views of the mapped shard: nothing is read before it is used, and each access to a tensor checks its bytes
-against its hash. A remote cache is read through local copies (`local_copies`). Only torch tensors need torch;
-`Sample.numpy` gives the same values as NumPy arrays.
-"""
+"""Reading a cache: shards, samples by position, by key, by name, and alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import difflib
+import errno
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -19,24 +21,243 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.errors import ChecksumError, CodecError, IndexFileError, QwenCacheError, SampleKeyError
+from qwen_cache.errors import (
+    ChecksumError,
+    CodecError,
+    ConfigError,
+    DisagreementError,
+    IndexFileError,
+    MemberError,
+    QwenCacheError,
+    SampleKeyError,
+    ShardError,
+)
 from qwen_cache.extras import install_command
-from qwen_cache.format.codec import decode
+from qwen_cache.format import directory
+from qwen_cache.format.directory import load_index
 from qwen_cache.format.identity import content_hash, copy_hashed
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, record_reader
-from qwen_cache.format.keys import Keys, hash_words
-from qwen_cache.format.manifest import Manifest, Recipe
-from qwen_cache.format.mapped_index import load_index
-from qwen_cache.format.rows import KeyedRows, taken
-from qwen_cache.format.sample import ImgShapes
-from qwen_cache.format.shards import LocalShards, RemoteShards, SampleBytes
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.manifest import MANIFEST_NAME, Fields, Manifest, Recipe
+from qwen_cache.format.rows import KeyedRows, Keys, hash_words, taken
+from qwen_cache.format.sample import ImgShapes, SampleMeta, TensorSpec, decode, parse_sample
+from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header, tensor_data
 from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.files import is_cut_short
-from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.remote import FETCHERS, OPEN_COPIES, Copy, LocalCopies, Url, location
 
 if TYPE_CHECKING:
     import torch
+
+# ---- shards ----------------------------------------------------------------------------------------------------------
+# The bytes of shards: mapped from a local folder, from local copies of a remote cache, or read by ranges.
+
+OPEN_SHARDS = 64  # kept mapped for the next sample; mapping one again takes about 10 µs
+
+
+class SampleBytes(Protocol):
+    """The source of a sample's bytes."""
+
+    @property
+    def folder(self) -> Path | Url: ...
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview: ...
+
+    def renew(self, row: IndexRow) -> bool: ...
+
+
+class LocalShards:
+    """The shards of a local folder, mapped."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder = folder
+        self._listed = {shard.name for shard in manifest.shards}
+        self._open: OrderedDict[str, memoryview] = OrderedDict()
+
+    def bytes_of(self, row: IndexRow) -> memoryview:
+        """The mapped shard of a sample."""
+        return self.map(row.shard)
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample; fewer if it ends before."""
+        return self.map(row.shard)[begin:end]
+
+    def map(self, name: str) -> memoryview:
+        """A mapped shard; ShardError if it is missing or not in the manifest."""
+        data = self._open.pop(name, None)
+        if data is None:
+            directory.shard_paths(self.folder, name)  # refuses names that lead out of the folder
+            if name not in self._listed:
+                raise ShardError("the index names a shard that is not in the manifest", where=self.folder / name)
+            data = self._map(name)
+        self._open[name] = data
+        while len(self._open) > OPEN_SHARDS:
+            self._open.popitem(last=False)  # tensors that still use it keep the mapping alive
+        return data
+
+    def _map(self, name: str) -> memoryview:
+        try:
+            return directory.map_shard(self.folder, name)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+        self._open.clear()
+        try:
+            return directory.map_shard(self.folder, name)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise QwenCacheError(
+                "the system maps no more shards: tensors that are views of them keep too many mapped",
+                where=self.folder / name,
+                found=error.strerror,
+                do="keep copies of tensors (`tensor.clone()`), or raise vm.max_map_count or `ulimit -v`",
+            ) from None
+
+    def renew(self, row: IndexRow) -> bool:
+        """False: there is no other copy of a sample."""
+        return False
+
+    def prefetch(self, rows: Iterable[IndexRow]) -> None:
+        """Does nothing: local files need no fetching."""
+
+    def stop_prefetch(self) -> None:
+        """Does nothing."""
+
+
+class RemoteShards:
+    """The shards of a remote cache. Safe to use from many threads; after a fork, the child starts with a new state."""
+
+    def __init__(self, folder: Url, manifest: Manifest, copies: LocalCopies) -> None:
+        self.folder, self.copies = folder, copies
+        self._sizes = {shard.name: shard.bytes for shard in manifest.shards}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._process = os.getpid()
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(FETCHERS, "fetch")
+        self._open: OrderedDict[str, Copy] = OrderedDict()
+        self._fetching: dict[tuple[Copy, int], Future[None]] = {}
+        self._written = self.copies.size  # bytes since the copies were last counted; so the first fetch counts them
+        self._has_ranges = False
+
+    def bytes_of(self, row: IndexRow) -> memoryview:
+        """The mapped copy of a sample's shard, once the sample has been fetched."""
+        copy = self._copy(row)
+        if not copy.has(row.entry.offset):
+            self._request(row, copy).result()
+        return copy.data
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample, which is fetched."""
+        return self.bytes_of(row)[begin:end]
+
+    def renew(self, row: IndexRow) -> bool:
+        """Fetch a sample again whose bytes do not match the index; ChecksumError if they still do not."""
+        self._fetch(row, self._copy(row))
+        return True
+
+    def prefetch(self, rows: Iterable[IndexRow]) -> None:
+        """Start to fetch the samples that have no copy yet; a failure is raised when the sample is read."""
+        for row in rows:
+            copy = self._copy(row)
+            if not copy.has(row.entry.offset):
+                self._request(row, copy)
+
+    def stop_prefetch(self) -> None:
+        """Cancel requested fetches that have not started."""
+        for future in list(self._fetching.values()):
+            future.cancel()
+
+    def _request(self, row: IndexRow, copy: Copy) -> Future[None]:
+        sample = copy, row.entry.offset
+        with self._lock:
+            future = self._fetching.get(sample)
+            if future is None:
+                future = self._fetching[sample] = self._pool.submit(self._fetch, row, copy)
+        future.add_done_callback(lambda _: self._fetching.pop(sample, None))
+        return future
+
+    def _fetch(self, row: IndexRow, copy: Copy) -> None:
+        if not self._has_ranges:
+            manifest = self.folder / MANIFEST_NAME  # a small file: without ranges, the server would send whole shards
+            manifest.require_ranges()
+            self._has_ranges = True
+        entry, where = row.entry, self.folder / row.shard
+        data = memoryview(self._read(row.shard, entry.offset, entry.offset + entry.length))
+        check_tensors(entry.moved(0), data, str(where), row.label)
+        copy.write(entry.offset, data)
+        with self._lock:
+            self._written += data.nbytes
+            crowded = self._written > self.copies.size / 50  # so five processes cannot exceed the bound by much
+            self._written = 0 if crowded else self._written
+        if crowded:
+            self.copies.evict()
+            self._drop_removed()
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
+        data = directory.find_shard(self.folder, name, lambda url: url.read_range(begin, end))
+        if data is None:
+            raise directory.missing_shard(self.folder, name)
+        return data
+
+    def _copy(self, row: IndexRow) -> Copy:
+        if self._process != os.getpid():
+            self._begin()
+        directory.shard_paths(self.folder, row.shard)  # refuses names that lead out of a folder
+        size = self._sizes.get(row.shard, 0)
+        if row.entry.offset < 0 or row.entry.offset + row.entry.length > size:
+            what = f"sample {row.label} reaches beyond its shard"
+            raise DisagreementError(what, where=self.folder / row.shard, expected=f"at most {size} bytes")
+        with self._lock:
+            copy = self._open.pop(row.shard, None)
+            if copy is None or copy.is_removed():
+                copy = self.copies.open(row.shard, size)
+            self._open[row.shard] = copy
+            while len(self._open) > OPEN_COPIES:
+                self._open.popitem(last=False)  # tensors that still use it keep the mapping alive
+        copy.touch()
+        return copy
+
+    def _drop_removed(self) -> None:
+        """Close removed copies, so that their disk space is freed."""
+        with self._lock:
+            for name in [name for name, copy in self._open.items() if copy.is_removed()]:
+                del self._open[name]
+
+
+class RangedShards:
+    """The shards of a remote cache, for a few tensors of a sample: their ranges are read, and not kept."""
+
+    def __init__(self, folder: Url, manifest: Manifest) -> None:
+        self.folder = folder
+        self._listed = {shard.name for shard in manifest.shards}
+        self._has_ranges = False
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        """These bytes of the shard of a sample; ShardError if it is missing or not in the manifest."""
+        directory.shard_paths(self.folder, row.shard)  # refuses names that lead out of the folder
+        if row.shard not in self._listed:
+            raise ShardError("the index names a shard that is not in the manifest", where=self.folder / row.shard)
+        if not self._has_ranges:
+            (self.folder / MANIFEST_NAME).require_ranges()  # a small file: otherwise, whole shards would be sent
+            self._has_ranges = True
+        data = directory.find_shard(self.folder, row.shard, lambda url: url.read_range(begin, end))
+        if data is None:
+            raise directory.missing_shard(self.folder, row.shard)
+        return memoryview(bytearray(data))  # torch warns of bytes, which cannot be written
+
+    def renew(self, row: IndexRow) -> bool:
+        """False: nothing is kept that could be damaged."""
+        return False
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+# Read a cache: `open_cache`, samples by position or key, tensors without a copy.
+#
+# Tensors are views of the mapped shard: nothing is read before it is used, and each access to a tensor checks its bytes
+# against its hash. A remote cache is read through local copies (`local_copies`). Only torch tensors need torch;
+# `Sample.numpy` gives the same values as NumPy arrays.
 
 ROWS_KEPT = 1 << 14  # parsed rows in memory, at 4 kB each; more than most fine-tuning datasets have
 NUMPY_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "U8": np.uint8}
@@ -399,3 +620,135 @@ def _choose(manifest: Manifest, recipe: str | None, folder: Path | Url) -> str:
         raise QwenCacheError(what, where=folder, expected=" or ".join(names), do="set cache.recipe")
     assert recipe is not None
     return recipe
+
+
+# ---- find ------------------------------------------------------------------------------------------------------------
+# Find a sample by its name, its key, or a start of its key that no other sample shares.
+
+SHOWN = 5
+"""Samples listed in a message."""
+COMPARED = 100_000
+"""Names of a cache in which similar ones are looked for: about a second."""
+
+
+def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
+    """The sample with this name or key, else the only one whose key starts so, and its cache; ConfigError otherwise.
+
+    `caches` has one cache for each recipe of a folder.
+    """
+    matches = [
+        (cache, position)
+        for cache in caches
+        for position in _positions(pc.or_(pc.equal(cache.table["name"], text), pc.equal(cache.table["key"], text)))
+    ]
+    if not matches and text:
+        matches = [
+            (cache, position)
+            for cache in caches
+            for position in _positions(pc.starts_with(cache.table["key"], text.lower()))
+        ]
+    where = caches[0].folder
+    if len(matches) > 1:
+        found = _some([_name_and_key(*match) for match in matches[:SHOWN]], len(matches))
+        raise ConfigError("several samples match", where=where, found=found, do="give the full key")
+    if not matches:
+        some = [name for cache in caches for name in pc.unique(cache.table["name"].slice(0, COMPARED)).to_pylist()]
+        names, count = (
+            list(dict.fromkeys(some)),
+            sum(pc.count_distinct(cache.table["name"]).as_py() for cache in caches),
+        )
+        near = difflib.get_close_matches(text, names, SHOWN)
+        do = (
+            f"did you mean {_some(near, len(near))}?"
+            if near
+            else f"name one, such as {_some(names, count)}; index.parquet lists all"
+        )
+        raise ConfigError("no sample has this name, key or start of a key", where=where, found=text, do=do)
+    ((cache, position),) = matches
+    return cache, cache[position]
+
+
+def _name_and_key(cache: Cache, position: int) -> str:
+    name, key = (cache.table[column][position].as_py() for column in ("name", "key"))
+    return f"{name} ({key})"
+
+
+def _positions(found: pa.ChunkedArray) -> list[int]:
+    """Where an array is true."""
+    positions: list[int] = np.flatnonzero(found.to_numpy()).tolist()
+    return positions
+
+
+def _some(listed: Sequence[str], count: int) -> str:
+    return ", ".join(listed[:SHOWN]) + (f" and {count - SHOWN} more" if count > SHOWN else "")
+
+
+# ---- one sample ------------------------------------------------------------------------------------------------------
+# One sample as a safetensors file, as the server sends it: uncompressed tensors that stock `safetensors` reads.
+#
+# The metadata of the sample (the member `<key>.json` of a shard) is in the file's `__metadata__`, under "sample".
+
+METADATA = "sample"
+
+
+@dataclass(frozen=True)
+class OneSample:
+    """The bytes of a sample that did not come from the shards of a cache, in place of these."""
+
+    folder: Path
+    data: memoryview
+
+    def part(self, row: IndexRow, begin: int, end: int) -> memoryview:
+        return self.data[begin:end]
+
+    def renew(self, row: IndexRow) -> bool:
+        return False
+
+
+def sample_file(meta: SampleMeta, tensors: Mapping[str, memoryview], format_version: int) -> list[bytes | memoryview]:
+    """The pieces of the file: its header, then the bytes of each tensor; `tensors` are as they are stored."""
+    plain = {name: decode(tensors[name], spec, meta.key) for name, spec in meta.tensors.items()}
+    meta = uncompressed(meta)
+    header = json.loads(safetensors_header(meta.tensors)[8:])
+    header = {"__metadata__": {METADATA: meta.to_bytes(format_version).decode()}, **header}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    return [len(text).to_bytes(8, "little") + text, *plain.values()]
+
+
+def uncompressed(meta: SampleMeta) -> SampleMeta:
+    """The metadata of the sample with its tensors stored as they are."""
+    specs = {name: replace(spec, codec=None, compressed_bytes=None) for name, spec in meta.tensors.items()}
+    return replace(meta, tensors=specs)
+
+
+def parse_sample_file(data: memoryview, where: str, format_version: int) -> Entry:
+    """The sample in such a file, as an entry whose offsets are those of the file; every hash is checked.
+
+    FormatError if the file is cut short, contradicts itself, or is of another format version.
+    """
+    length = int.from_bytes(data[:8], "little") if data.nbytes >= 8 else data.nbytes
+    if length > min(2 * MAX_HEADER, data.nbytes - 8):
+        raise MemberError("the safetensors header reaches beyond the file", where=where, found=length)
+    claimed = Fields.of_json(data[8 : 8 + length], where, MemberError).left
+    metadata = claimed.pop("__metadata__", None)
+    text = metadata.get(METADATA) if isinstance(metadata, dict) else None
+    if not isinstance(text, str):
+        raise MemberError("the file has no metadata of a sample", where=where)
+    meta = parse_sample(text.encode(), where, format_version)
+    expected = json.loads(safetensors_header(meta.tensors)[8:])
+    if json.dumps(claimed, sort_keys=True) != json.dumps(expected, sort_keys=True):
+        raise MemberError("the safetensors header and the metadata disagree", where=where, expected=expected)
+    begin, stored = 8 + length, sum(spec.stored_bytes for spec in meta.tensors.values())
+    if data.nbytes - begin != stored:
+        what = "the file has another length than its tensors"
+        raise ChecksumError(what, where=where, expected=begin + stored, found=data.nbytes)
+    entry = Entry(meta, 0, data.nbytes, begin)
+    check_tensors(entry, data, where)
+    return entry
+
+
+def parse_members(metadata: memoryview, tensors: memoryview, where: str, format_version: int) -> Entry:
+    """A sample from the bytes of its two members, as an entry whose offsets are those of the second; FormatError."""
+    meta = parse_sample(metadata, where, format_version)
+    return Entry(meta, 0, tensors.nbytes, tensor_data(tensors, meta, where))

@@ -1,30 +1,29 @@
-"""The cache as a directory: exclusive writing and atomic commits.
-
-cache.json is the commit point. Shards are named by their content, and complete before they get their name; a new index
-is `index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves the old dataset or the
-new one. A commit moves replaced shards to `.replaced/`, where a run that still reads them finds them until `gc` removes
-them; readers take no lock, and open a shard wherever it is at that moment.
-"""
+"""A cache's folder or URL: manifest, index and shards; the commit; an index as a map."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+import pyarrow as pa
+import xxhash
+
 from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError, TooLargeError
 from qwen_cache.format import remote
-from qwen_cache.format.identity import content_hash
-from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.identity import HASHED_BLOCK, content_hash
+from qwen_cache.format.index import INDEX_NAME, SEED, index_schema, read_batches, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
 from qwen_cache.format.remote import STAGING
 from qwen_cache.storage.files import (
     LockHeldError,
     NoLocksError,
     NotAFileError,
+    cache_home,
     is_link,
     locked,
     make_folder,
@@ -35,11 +34,20 @@ from qwen_cache.storage.files import (
     replace,
     sync_folder,
     unless_in_use,
+    whole_file,
     write_durably,
 )
 from qwen_cache.storage.remote import Url
 from qwen_cache.storage.stores import store_of
 from qwen_cache.terminal import naming
+
+# ---- directory -------------------------------------------------------------------------------------------------------
+# The cache as a directory: exclusive writing and atomic commits.
+#
+# cache.json is the commit point. Shards are named by their content, and complete before they get their name; a new
+# index is `index-<hash>.parquet` until the manifest that names it is in place. A crash anywhere leaves the old dataset
+# or the new one. A commit moves replaced shards to `.replaced/`, where a run that still reads them finds them until
+# `gc` removes them; readers take no lock, and open a shard wherever it is at that moment.
 
 T = TypeVar("T")
 Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
@@ -47,7 +55,7 @@ Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url g
 REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
 LOOKS = 3  # at every place, before a file counts as missing: a commit moves it away while `gc` moves it back
-IN_MEMORY = 1 << 26  # bytes of a remote index; a larger one is downloaded to a file
+LARGEST_IN_MEMORY = 1 << 26  # bytes of a remote index; a larger one is downloaded to a file
 MAX_MANIFEST = 1 << 26  # bytes: room for 400,000 shards; parsing hostile JSON takes up to 30 times as much memory
 
 
@@ -64,7 +72,7 @@ def load(folder: Path | Url) -> tuple[Manifest, memoryview]:
         manifest, index_found = parse_manifest(data, str(folder / MANIFEST_NAME)), "no file"
         for path in (folder / INDEX_NAME, pending_index(folder, manifest)):
             try:
-                index = _mapped(path, manifest.index.bytes)
+                index = _map_index(path, manifest.index.bytes)
             except TooLargeError:
                 index_found = "a larger file"
                 continue
@@ -312,9 +320,9 @@ def _read_manifest(folder: Path | Url) -> bytes | None:
         raise ManifestError("the manifest is too large", where=where, expected=expected) from None
 
 
-def _mapped(path: Path | Url, size: int) -> memoryview | None:
+def _map_index(path: Path | Url, size: int) -> memoryview | None:
     """A file of `size` bytes, None if it does not exist; TooLargeError if it has more bytes."""
-    if isinstance(path, Url) and size <= IN_MEMORY:
+    if isinstance(path, Url) and size <= LARGEST_IN_MEMORY:
         found = _read(path, size)
         return None if found is None else memoryview(found)
     try:
@@ -342,3 +350,106 @@ def _read(path: Path | Url, most: int) -> bytes | None:
         return None
     except NotAFileError as error:
         raise ManifestError(str(error.strerror), where=path) from None
+
+
+# ---- mapped index ----------------------------------------------------------------------------------------------------
+# The index of a cache as a table: a small one in memory, a large one mapped from a file.
+#
+# That file, in the user's cache folder, has the rows in Arrow's own format, so a process maps it and reads what it
+# uses: ten million rows take hardly any memory of their own. Its name is the hash of index.parquet, so it is never
+# stale; its own hash is checked whenever it is opened, and a damaged one is made again. Where it cannot be written, the
+# index is read into memory. Files beyond `LIMIT` bytes in all are removed, the least recently used first.
+
+ROWS_IN_MEMORY = 1 << 16  # rows; they take 80 MB
+LIMIT = 40_000_000_000  # bytes of all files: three indexes of ten million rows
+ABANDONED = 24 * 3600  # seconds after which a temporary file is that of a killed process
+CHECKSUM = 16  # bytes of xxh3-128, at the end of a file
+SUFFIX = ".arrow"
+
+
+def load_index(folder: Path | Url) -> tuple[Manifest, pa.Table]:
+    """The manifest and the index that it names; FormatError if they are missing or invalid."""
+    manifest, data = load(folder)
+    return manifest, index_table(manifest, data, str(folder / INDEX_NAME))
+
+
+def index_table(manifest: Manifest, data: bytes | memoryview, where: str) -> pa.Table:
+    """The table of the index `data`, which is the one that `manifest` names; FormatError F7 if it cannot be read."""
+    version, samples = manifest.format_version, manifest.index.samples
+    path = _path(manifest)
+    if samples <= ROWS_IN_MEMORY or path is None:
+        return read_index(data, version, where, samples)
+    table = _map_table(path, version)
+    if table is None:
+        schema, batches = read_batches(data, version, where, samples)
+        try:
+            _write(path, schema, batches)
+            table = _map_table(path, version)
+        except OSError:  # no space, or no right to write
+            table = None
+    return read_index(data, version, where, samples) if table is None else table
+
+
+def _path(manifest: Manifest) -> Path | None:
+    try:
+        return cache_home() / "indexes" / f"{manifest.index.xxh3_128}-v{manifest.format_version}{SUFFIX}"
+    except RuntimeError:  # a user without a home
+        return None
+
+
+def _map_table(path: Path, format_version: int) -> pa.Table | None:
+    """The table in a file, mapped; None if there is none, or it is damaged."""
+    try:
+        data = map_file(path, follow_links=False)
+    except (OSError, NotAFileError):
+        return None
+    end = data.nbytes - CHECKSUM
+    if end <= 0 or _digest(data[:end]) != data[end:]:
+        return None
+    try:
+        table = pa.ipc.open_file(pa.py_buffer(data[:end])).read_all()
+    except pa.ArrowException:
+        return None
+    if table.schema != index_schema(format_version, seeds=SEED in table.column_names):  # of another program version
+        return None
+    with suppress(OSError):
+        os.utime(path)
+    return table
+
+
+def _write(path: Path, schema: pa.Schema, batches: Iterator[pa.RecordBatch]) -> None:
+    """Write the rows and their hash. It is not synced: after a crash, the hash tells whether it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, shared=True) as temporary:
+        with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        digest = _digest(map_file(temporary))
+        with open(temporary, "ab") as end:
+            end.write(digest)
+    _remove_oldest(path)
+
+
+def _digest(data: memoryview) -> bytes:
+    state = xxhash.xxh3_128()
+    for begin in range(0, data.nbytes, HASHED_BLOCK):
+        state.update(data[begin : begin + HASHED_BLOCK])
+    return state.digest()
+
+
+def _remove_oldest(kept: Path) -> None:
+    """Remove the least recently used files until all have at most `LIMIT` bytes, but not `kept`.
+
+    Processes that have mapped a removed file are not disturbed.
+    """
+    found = []
+    for path in kept.parent.iterdir():
+        with suppress(FileNotFoundError):
+            found.append((path.stat(), path))
+    total = sum(status.st_size for status, _ in found)
+    for status, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
+        is_abandoned = path.suffix == ".tmp" and time.time() - status.st_mtime > ABANDONED
+        if is_abandoned or (total > LIMIT and path != kept and path.suffix == SUFFIX):
+            with unless_in_use(), suppress(FileNotFoundError):
+                path.unlink()
+                total -= status.st_size

@@ -1,12 +1,4 @@
-"""One sample: its metadata, its tensors, and the rules that relate their shapes.
-
-Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder, C its layers
-times heads.
-Image sizes are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control. Format v1 stores
-them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
-
-A sample without target is an image to generate: it has no `image_latents`, and `img_shapes` begins with its size.
-"""
+"""A sample: metadata, tensors and their rules; encoding and decoding of its members."""
 
 from __future__ import annotations
 
@@ -17,9 +9,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qwen_cache.errors import (
     RESTORE_SHARD,
+    UPGRADE,
+    CodecError,
     DtypeError,
     MemberError,
     PhraseError,
@@ -28,10 +23,141 @@ from qwen_cache.errors import (
     TensorSetError,
     VersionError,
 )
-from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
-from qwen_cache.format.manifest import check_version
-from qwen_cache.format.tensor import TensorSpec, check_codec
+from qwen_cache.format.manifest import Fields, check_version
+
+# ---- tensor ----------------------------------------------------------------------------------------------------------
+# One tensor: its dtype, shape and hash, and how its bytes are stored.
+
+PLANES_ZSTD = "planes-zstd"
+"""The codec of compressed tensors, see `codec`."""
+MAX_RATIO = 100  # of a tensor to its compressed bytes; bounds the memory that a forged header can request
+BYTES_PER_ELEMENT = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """The dtype (by safetensors' name), shape and xxh3-128 of a tensor, and how it is stored."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    xxh3_128: str
+    codec: str | None = None
+    compressed_bytes: int | None = None
+
+    @property
+    def element_size(self) -> int:
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    @cached_property
+    def nbytes(self) -> int:
+        return self.element_size * math.prod(self.shape)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The number of its bytes in a shard."""
+        return self.nbytes if self.compressed_bytes is None else self.compressed_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"dtype": self.dtype, "shape": list(self.shape), "xxh3_128": self.xxh3_128}
+        return (
+            value if self.codec is None else {**value, "codec": self.codec, "compressed_bytes": self.compressed_bytes}
+        )
+
+
+def check_codec(spec: TensorSpec, where: str) -> None:
+    """CodecError for an unknown codec, or a tensor of more than `MAX_RATIO` times its stored bytes."""
+    if spec.codec is None:
+        return
+    if spec.codec != PLANES_ZSTD:
+        raise CodecError("unknown codec", where=where, expected=PLANES_ZSTD, found=spec.codec, do=UPGRADE)
+    if spec.nbytes > MAX_RATIO * spec.stored_bytes:
+        found = f"{spec.stored_bytes} for {spec.nbytes}"
+        raise CodecError("too few compressed bytes", where=where, expected=f"at least 1 for {MAX_RATIO}", found=found)
+
+
+# ---- codec -----------------------------------------------------------------------------------------------------------
+# How the bytes of a tensor are stored: as they are, or compressed without loss.
+#
+# `planes-zstd` splits elements of k bytes into k planes (all first bytes, all second bytes, …) and compresses each
+# separately with zstandard; a plane that does not get smaller is stored as it is. In bfloat16, the plane of exponents
+# is worth compressing; the plane of mantissas is noise (`tools/bench_compression.py`).
+#
+#     stored = k lengths (u64, little-endian), then k planes; a plane of the full length is not compressed
+#
+# Decoding allocates at most twice the size of the tensor, whatever the compressed bytes claim.
+
+LEVEL = 1  # higher levels are slower and no better on these planes
+
+
+def encode(data: memoryview, width: int) -> bytes:
+    """Compress elements of `width` bytes."""
+    import zstandard
+
+    compressor = zstandard.ZstdCompressor(level=LEVEL)
+    planes = np.frombuffer(data, np.uint8).reshape(-1, width)
+    pieces = []
+    for i in range(width):
+        plane = np.ascontiguousarray(planes[:, i]).tobytes()
+        smaller = compressor.compress(plane)
+        pieces.append(smaller if len(smaller) < len(plane) else plane)
+    return b"".join([*(len(piece).to_bytes(8, "little") for piece in pieces), *pieces])
+
+
+def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
+    """The bytes of the tensor; without a codec, `stored` itself. CodecError if they do not decode to its size."""
+    if spec.codec is None:
+        return stored
+    *lower, words = _planes(stored, spec, where)
+    words = words.astype(f"<u{spec.element_size}")
+    for plane in reversed(lower):  # three times as fast as writing every second byte
+        words <<= 8
+        words |= plane
+    return words.view(np.uint8).data
+
+
+def _planes(stored: memoryview, spec: TensorSpec, where: str) -> list[npt.NDArray[Any]]:
+    import zstandard
+
+    width = spec.element_size
+    size = spec.nbytes // width
+    lengths = [int.from_bytes(stored[8 * i : 8 * i + 8], "little") for i in range(width)]
+    if stored.nbytes != 8 * width + sum(lengths) or any(length > size for length in lengths):
+        raise CodecError(
+            "the planes do not fit", where=where, expected=f"{width} planes of at most {size} bytes", found=lengths
+        )
+    planes = []
+    position = 8 * width
+    for length in lengths:
+        piece = stored[position : position + length]
+        position += length
+        try:
+            plane = piece if length == size else zstandard.ZstdDecompressor().decompress(_checked(piece, size), size)
+        except zstandard.ZstdError as error:
+            raise CodecError(f"a plane cannot be decompressed: {error}", where=where) from None
+        if len(plane) != size:
+            raise CodecError("a plane has another length", where=where, expected=size, found=len(plane))
+        planes.append(np.frombuffer(plane, np.uint8))
+    return planes
+
+
+def _checked(frame: memoryview, size: int) -> memoryview:
+    """The frame; ZstdError if it claims another size, which zstandard would allocate."""
+    import zstandard
+
+    if (claimed := zstandard.frame_content_size(frame)) != size:
+        raise zstandard.ZstdError(f"the frame claims {claimed} bytes, expected {size}")
+    return frame
+
+
+# ---- sample ----------------------------------------------------------------------------------------------------------
+# One sample: its metadata, its tensors, and the rules that relate their shapes.
+#
+# Letters: S image tokens of the target, Sc of all controls, L text tokens, D width of the text encoder, C its layers
+# times heads. Image sizes are `img_shapes`: `(1, h, w)` in units of 16 pixels, the target first, then each control.
+# Format v1 stores them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
+#
+# A sample without target is an image to generate: it has no `image_latents`, and `img_shapes` begins with its size.
 
 EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2

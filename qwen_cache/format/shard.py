@@ -19,12 +19,9 @@ from typing import Any, BinaryIO
 import xxhash
 
 from qwen_cache.errors import ArchiveError, ChecksumError, FormatError, MemberError
-from qwen_cache.format.codec import decode, encode
-from qwen_cache.format.fields import Fields
 from qwen_cache.format.identity import HASH_PATTERN, canonical_json, content_hash
-from qwen_cache.format.manifest import Shard
-from qwen_cache.format.sample import SampleMeta, parse_sample
-from qwen_cache.format.tensor import MAX_RATIO, PLANES_ZSTD, TensorSpec
+from qwen_cache.format.manifest import Fields, Shard
+from qwen_cache.format.sample import MAX_RATIO, PLANES_ZSTD, SampleMeta, TensorSpec, decode, encode, parse_sample
 from qwen_cache.storage.files import is_cut_short, sync
 from qwen_cache.storage.files import replace as replace_file
 from qwen_cache.terminal import naming

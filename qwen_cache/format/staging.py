@@ -1,39 +1,142 @@
-"""The shards of a build before its commit, in a folder that survives a kill and that the next build continues.
-
-Samples are written in the order of the plan. Complete shards of an earlier run, whichever process wrote them, are
-adopted unchanged if all of their samples are wanted, so an interrupted build of one machine gives the same bytes as an
-uninterrupted one. Other complete samples of an earlier run are copied at their position in the order. A shard is sealed
-at its size; a repair seals it after the sample that was the last of the damaged one.
-"""
+"""An unfinished build: shards without a manifest, here and in object storage, and what is finished."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
-from qwen_cache.errors import ConfigError, FormatError
+from qwen_cache.errors import ConfigError, FormatError, QwenCacheError
+from qwen_cache.format import directory
+from qwen_cache.format.cache import RemoteShards
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.manifest import SHARD_PATTERN, Shard
-from qwen_cache.format.remote import STAGING, Stored, build_name, put_shard
-from qwen_cache.format.remote_build import RemoteBuild, own_folder
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.manifest import SHARD_PATTERN, Manifest, Shard
+from qwen_cache.format.remote import STAGING, Stored, Uploads, build_name, put_shard, read_parts, read_replaced
 from qwen_cache.format.sample import SampleMeta
-from qwen_cache.format.shard import (
-    Entry,
-    ShardWriter,
-    check_tensors,
-    is_as_written,
-    recover,
-    scan_shard,
-    tensor_bytes,
+from qwen_cache.format.shard import Entry, ShardWriter, check_tensors, is_as_written, recover, scan_shard, tensor_bytes
+from qwen_cache.storage.files import (
+    LockHeldError,
+    NoLocksError,
+    NotAFileError,
+    cache_home,
+    locked,
+    make_folder,
+    map_file,
+    replace,
 )
-from qwen_cache.storage.files import NotAFileError, map_file, replace
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.stores import store_of
+
+# ---- remote build ----------------------------------------------------------------------------------------------------
+# An unfinished build in object storage: what earlier runs left there and on this machine, and the way up.
+#
+# The shard that is being written, and those that wait for their upload, are in a folder of this machine, in the user's
+# cache folder. Each running build has such a folder to itself, and the next one takes over what a killed one left.
+
+LOCK = ".lock"
+
+
+class RemoteBuild:
+    """The unfinished build `name` of the cache at `folder`, whose dataset is `manifest`; `keys` are those to write.
+
+    Raises QwenCacheError if the store cannot be written to.
+    """
+
+    def __init__(
+        self, folder: Url, name: str, format_version: int, manifest: Manifest, keys: Set[str], copies: LocalCopies
+    ) -> None:
+        self.folder, build = folder, build_name(name, format_version)
+        store = store_of(folder)
+        store.check(folder)
+        here = store.listing(folder)
+        parts = read_parts(folder, build, here, format_version)
+        self._have_part = {shard.name for shard, _ in parts}
+        replaced = read_replaced(folder, manifest, here, keys, format_version)
+        self.stored = [*parts, *(stored for stored in replaced if stored[0].name not in self._have_part)]
+        """The shards that are there and not in the dataset."""
+        self.uploads = Uploads(folder, build, format_version, here)
+        shards = {shard.name: shard for shard in (*manifest.shards, *(shard for shard, _ in self.stored))}
+        self.shards = RemoteShards(folder, dataclasses.replace(manifest, shards=tuple(shards.values())), copies)
+        self._left: dict[str, IndexRow] = {}
+        self._stack = ExitStack()
+        self.scratch = self._stack.enter_context(own_folder(folder)) / build
+
+    def adopt(self, stored: Stored) -> None:
+        """Take a shard that is there into this build."""
+        if stored[0].name in self._have_part:
+            self.uploads.parts.append(stored)
+        else:
+            self.uploads.add(None, stored)
+
+    def keep(self, stored: Stored) -> None:
+        """Remember the samples of a shard that cannot be adopted whole."""
+        if stored[0].name in self._have_part:
+            self.uploads.parts.append(stored)
+        self._left |= {entry.meta.key: IndexRow("", stored[0].name, entry) for entry in stored[1]}
+
+    def left_over(self, key: str) -> tuple[Entry, memoryview] | None:
+        """A sample of such a shard, and the bytes of the shard's local copy."""
+        row = self._left.get(key)
+        return (row.entry, self.shards.bytes_of(row)) if row else None
+
+    def remove_left(self) -> None:
+        """Remove what processes that were killed have left of this build on this machine, once it is committed."""
+        for path in takewhile(Path.is_dir, _folders(self.folder)):
+            if path != self.scratch.parent:
+                with suppress(LockHeldError, NoLocksError), locked(path / LOCK):
+                    shutil.rmtree(path / self.scratch.name, ignore_errors=True)
+
+    def close(self) -> None:
+        """End the uploads, and leave the local folder to the next build."""
+        self.uploads.stop()
+        self._stack.close()
+
+
+def _folders(folder: Url) -> Iterator[Path]:
+    """The local folders of builds of one cache, as many as one asks for."""
+    begin = cache_home() / "staging" / content_hash(str(folder).encode())
+    return (begin.with_name(f"{begin.name}-{number}") for number in count())
+
+
+@contextmanager
+def own_folder(folder: Url) -> Iterator[Path]:
+    """The first local folder that no other process has; several builds of one cache may run on one machine."""
+    with ExitStack() as stack:
+        for path in _folders(folder):
+            make_folder(path)
+            try:
+                stack.enter_context(locked(path / LOCK))
+            except LockHeldError:
+                continue
+            except NoLocksError as error:
+                what = "files cannot be locked here, so two builds could not be kept apart"
+                do = "set XDG_CACHE_HOME to a folder on a local disk"
+                raise QwenCacheError(what, where=path, found=error.strerror, do=do) from None
+            yield path
+            return
+
+
+def scratch_folders(folder: Url, name: str, format_version: int) -> list[Path]:
+    """The local folders with shards of the unfinished build `name`, of any process."""
+    build = build_name(name, format_version)
+    return [path / build for path in takewhile(Path.is_dir, _folders(folder)) if (path / build).is_dir()]
+
+
+# ---- staging ---------------------------------------------------------------------------------------------------------
+# The shards of a build before its commit, in a folder that survives a kill and that the next build continues.
+#
+# Samples are written in the order of the plan. Complete shards of an earlier run, whichever process wrote them, are
+# adopted unchanged if all of their samples are wanted, so an interrupted build of one machine gives the same bytes as
+# an uninterrupted one. Other complete samples of an earlier run are copied at their position in the order. A shard is
+# sealed at its size; a repair seals it after the sample that was the last of the damaged one.
 
 OPEN = "open.tar"
 
@@ -280,3 +383,60 @@ def _recovered(path: Path, format_version: int) -> list[Entry]:
         return recover(map_file(path, follow_links=False), format_version)
     except (FileNotFoundError, NotAFileError):
         return []
+
+
+# ---- finished --------------------------------------------------------------------------------------------------------
+# Samples that need no encoder: left by an interrupted run, or in shards that the dataset no longer uses.
+#
+# Only headers and indexes are read, and nothing is written; a damaged sample is found when it is copied.
+
+
+def replaced_shards(folder: Path | Url, keys: Set[str], format_version: int) -> dict[Path, set[str]]:
+    """The replaced shards that contain a sample of `keys`, each with all of its keys; they are not hashed.
+
+    None for object storage, where they stay beside the others: the staging finds them.
+    """
+    if isinstance(folder, Url):
+        return {}
+    paths = sorted((folder / directory.REPLACED).glob("*.tar")) if keys else []
+    found = {path: keys_in(path, format_version) for path in paths}
+    return {path: keys_of_shard for path, keys_of_shard in found.items() if not keys.isdisjoint(keys_of_shard)}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """Samples of an update that are on the disk already, by key."""
+
+    interrupted: frozenset[str] = frozenset()
+    """In the staging of an interrupted run, or in shards that it could no longer add to the dataset."""
+    replaced: frozenset[str] = frozenset()
+    """In shards that the dataset no longer uses, and not among `interrupted`."""
+
+
+def finished_samples(folder: Path | Url, manifest: Manifest, name: str, keys: Set[str]) -> Finished:
+    """Which samples of `keys` an update with the staging `name` would copy. Reads headers only, writes nothing.
+
+    A shard with damaged tensors is found when it is copied: its samples are written again.
+    """
+    if not keys:
+        return Finished()
+    version = manifest.format_version
+    if isinstance(folder, Url):
+        return _finished_remotely(folder, manifest, name, keys)
+    interrupted = Staging.finished(staging_folder(folder, name, version), version)
+    for path in directory.unlisted_shards(folder, manifest):
+        interrupted |= keys_in(path, version)
+    missing = keys - interrupted
+    replaced = set[str]().union(*replaced_shards(folder, missing, version).values())
+    return Finished(frozenset(keys & interrupted), frozenset(missing & replaced))
+
+
+def _finished_remotely(folder: Url, manifest: Manifest, name: str, keys: Set[str]) -> Finished:
+    version, here = manifest.format_version, store_of(folder).listing(folder)
+    parts = read_parts(folder, build_name(name, version), here, version)
+    interrupted = {entry.meta.key for _, entries in parts for entry in entries}
+    for scratch in scratch_folders(folder, name, version):
+        interrupted |= Staging.finished(scratch, version)
+    stored = read_replaced(folder, manifest, here, keys - interrupted, version)
+    replaced = {entry.meta.key for _, entries in stored for entry in entries}
+    return Finished(frozenset(keys & interrupted), frozenset(keys & replaced - interrupted))

@@ -35,13 +35,12 @@ from qwen_cache.errors import (
     ThumbnailError,
 )
 from qwen_cache.format import directory
-from qwen_cache.format.codec import decode
+from qwen_cache.format.directory import index_table
 from qwen_cache.format.identity import content_hash, dataset_identity
 from qwen_cache.format.index import INDEX_NAME, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest, Shard
-from qwen_cache.format.mapped_index import index_table
 from qwen_cache.format.rows import KeyedRows
-from qwen_cache.format.sample import UNIT_RANGE
+from qwen_cache.format.sample import UNIT_RANGE, decode
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 from qwen_cache.format.update import Existing
 from qwen_cache.storage.files import is_cut_short, map_file

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import SourceError
 from qwen_cache.grounding.attention import Merge, attention_rows, image_tokens
-from qwen_cache.grounding.phrase import Span, find, parse, token_positions
 from qwen_cache.grounding.processor import ImageLike, to_pil
-from qwen_cache.models.processor import make_processor
-from qwen_cache.models.template import VISION_END, Template, pixel_token
-from qwen_cache.models.text_encoder import known_type, load_text_encoder, text_encoder_type
+from qwen_cache.models.encoders import known_type, load_text_encoder, make_processor, text_encoder_type
+from qwen_cache.models.family import VISION_END, Template, pixel_token
+from qwen_cache.sources.captions import Span, find, parse, token_positions
 
 _USER = "<|im_start|>user\n{}<|im_end|>\n"
 _IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
@@ -56,7 +55,7 @@ class FrozenQwen(nn.Module):
 
     `merge` reduces the attention of a phrase's tokens to one map: "mean" or "max". `template` is the text around the
     instruction; None: a user's turn in the model's chat format. With one of
-    `qwen_cache.models.template.TEMPLATES`, and images resized as for that pipeline, the attention is that of a cache's
+    `qwen_cache.models.family.TEMPLATES`, and images resized as for that pipeline, the attention is that of a cache's
     `prompt_embeds`. Raises ModelError for any other model.
     """
 

@@ -17,8 +17,8 @@ from torch.nn.functional import interpolate, pad
 from transformers import Sam2Model, SamModel
 
 from qwen_cache.errors import ModelError
+from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.folder import read_config
-from qwen_cache.models.loading import load_whole
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet statistics in RGB, with which SAM and SAM 2 were trained."""

@@ -23,9 +23,8 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import Inputs, canonical_json, content_hash, recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.format.rows import ListedSample, ListedSamples
-from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, shared_rows, token_count
+from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, TensorSpec, shared_rows, token_count
 from qwen_cache.format.shard import compress
-from qwen_cache.format.tensor import TensorSpec
 from qwen_cache.format.update import Existing, Update, carry_out, open_staging, plan_update
 from qwen_cache.importers import diffusion_pipe, musubi, qflux
 from qwen_cache.importers.source import EXACT_IN, FoundSample, ImportedSample, Options

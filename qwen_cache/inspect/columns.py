@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 from qwen_cache.errors import IndexFileError
 from qwen_cache.format.cache import Cache
 from qwen_cache.format.index import INDEX_NAME
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.format.tensor import BYTES_PER_ELEMENT
+from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN
 from qwen_cache.storage.remote import Url
 
 ROWS = 1 << 16

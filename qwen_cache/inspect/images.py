@@ -14,11 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from qwen_cache.encode.thumbnails import cut_thumbnails, is_transparent
 from qwen_cache.format.cache import Sample
 from qwen_cache.inspect.tensors import numbers
 from qwen_cache.settings.load import Config
-from qwen_cache.sources.images import over_white
+from qwen_cache.sources.images import cut_thumbnails, is_transparent, over_white
 
 THUMBNAIL = 256  # pixels of the longer side
 QUALITY = 85

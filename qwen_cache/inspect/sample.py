@@ -8,8 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.cache import Sample, open_recipes
-from qwen_cache.format.find import find_sample
+from qwen_cache.format.cache import Sample, find_sample, open_recipes
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.inspect.tensors import numbers, statistics
 from qwen_cache.storage.remote import LocalCopies

@@ -1,18 +1,34 @@
-"""Devices and dtypes by the names that users give, and what a device can do.
-
-Nothing else asks for a type of device, except for what exists on CUDA alone: so CUDA, ROCm, XPU and MPS take the same
-path. Importing changes no setting of torch; a model in float32 does (`full_float32`).
-"""
+"""Devices: placing modules, offloading, quantised layers, and the bytes that a module needs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import importlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import embedding
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, transform_subclass
+from torch.utils._pytree import tree_leaves
 
-from qwen_cache.errors import DeviceError
+from qwen_cache.errors import ConfigError, DeviceError
+from qwen_cache.extras import install_command
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+# Devices and dtypes by the names that users give, and what a device can do.
+#
+# Nothing else asks for a type of device, except for what exists on CUDA alone: so CUDA, ROCm, XPU and MPS take the same
+# path. Importing changes no setting of torch; a model in float32 does (`full_float32`).
 
 
 def available_devices() -> list[str]:
@@ -128,3 +144,587 @@ def full_float32() -> None:
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a setting: `bfloat16` or `float32`."""
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+# ---- offload ---------------------------------------------------------------------------------------------------------
+# Blocks of frozen weights in host memory, which are on the device only while they compute.
+#
+# The device has two buffers for a block, allocated once: while one block computes, the next is copied into the other
+# one on its own stream. The host's memory is pinned, so that copies are asynchronous. Weights that are trained stay on
+# the device. Results are the same.
+
+ON_DEVICE = 2
+"""The number of offloaded blocks that the device has memory for."""
+ALIGNMENT = 256  # bytes; as CUDA's allocator aligns tensors at least, so that kernels load them as vectors
+ParameterSlot = tuple[nn.Module, str]
+"""A module, and the name of one of its own parameters."""
+Order = Callable[[int, int, int], int]
+"""The block that runs after block `i`, given the one before (-1: none yet) and the number of blocks."""
+
+
+def there_and_back(i: int, last: int, count: int) -> int:
+    """Forwards, then backwards, as in training; at the turn, the same block again."""
+    backwards = i < last or (i == last and i > 0)
+    return max(i - 1, 0) if backwards else min(i + 1, count - 1)
+
+
+def in_a_circle(i: int, last: int, count: int) -> int:
+    """Forwards, again and again: after the last block the first one is fetched for the next pass."""
+    return (i + 1) % count
+
+
+class WaitingBlocks:
+    """Blocks whose frozen weights are in host memory; `attach` connects them to a device.
+
+    Between the two, the modules have no such parameters, so `model.to(device)` moves everything else.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
+        self.device = device
+        self.blocks: list[nn.Module] = []
+        self.slots: list[list[ParameterSlot]] = []
+        self.in_host_memory: list[HostBlock] = []
+        for block in blocks:  # one by one, so that the loaded weights are freed in between
+            slots = list(frozen_slots(block))
+            weights = [module._parameters[name].detach() for module, name in slots]  # type: ignore[union-attr]
+            set_parameters(slots, [None] * len(weights))
+            self.blocks.append(block)
+            self.slots.append(slots)
+            self.in_host_memory.append(HostBlock(weights, pinned=has_streams(device)))
+
+    def attach(self, order: Order) -> None:
+        """Let each block take its weights when it computes. Outside of its pass a weight has no data: on "meta"."""
+        offloaded = OffloadedBlocks(self.in_host_memory, self.device, order)
+        for i, (block, slots) in enumerate(zip(self.blocks, self.slots, strict=True)):
+            set_parameters(slots, self.in_host_memory[i].without_data)
+            block.register_forward_pre_hook(functools.partial(_enter, offloaded, i, slots))
+            block.register_forward_hook(functools.partial(_leave, offloaded, i, slots), always_call=True)
+
+
+def frozen_slots(block: nn.Module) -> Iterator[ParameterSlot]:
+    """The slots of all frozen parameters in a block."""
+    for module in block.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.requires_grad:
+                yield module, name
+
+
+def set_parameters(slots: Sequence[ParameterSlot], weights: Sequence[Any]) -> None:
+    """Replace the parameters themselves, not their data: autograd keeps those of the forward pass."""
+    for (module, name), weight in zip(slots, weights, strict=True):
+        module._parameters[name] = weight
+
+
+def _enter(offloaded: OffloadedBlocks, i: int, slots: Sequence[ParameterSlot], *_: Any) -> None:
+    set_parameters(slots, offloaded.take(i))
+
+
+def _leave(offloaded: OffloadedBlocks, i: int, slots: Sequence[ParameterSlot], *_: Any) -> None:
+    """Called after an exception too: recomputation raises one as soon as it has what it needs."""
+    set_parameters(slots, offloaded.blocks[i].without_data)
+
+
+# ---- a block in host memory ------------------------------------------------------------------------------------------
+
+
+class HostBlock:
+    """The frozen weights of a block as consecutive bytes in host memory, cut into pieces."""
+
+    def __init__(self, weights: Sequence[Tensor], *, pinned: bool) -> None:
+        self.without_data = [map_tensors(weight, _on_meta) for weight in weights]
+        """The weights on "meta": their shapes and dtypes."""
+        flat = torch.empty(self.size, dtype=torch.uint8)
+        for copy, weight in zip(self.weights_in(flat), weights, strict=True):
+            for to, tensor in zip(inner_tensors(copy), inner_tensors(weight), strict=True):
+                to.copy_(tensor)
+        sizes = piece_sizes(self.size)
+        self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
+        begins = itertools.accumulate(sizes, initial=0)
+        for piece, begin in zip(self.pieces, begins, strict=False):
+            values = flat[begin : begin + len(piece)]
+            piece[: len(values)] = values
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """Where each tensor begins; after the last one, the end."""
+        begins = [0]
+        for tensor in (tensor for weight in self.without_data for tensor in inner_tensors(weight)):
+            end = begins[-1] + tensor.numel() * tensor.element_size()
+            begins.append(-(-end // ALIGNMENT) * ALIGNMENT)
+        return begins
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.begins[-1]
+
+    def weights_in(self, memory: Tensor) -> list[Tensor]:
+        """The weights as views of `memory`, whose first bytes are those of this block."""
+        begins = iter(self.begins)
+
+        def view(tensor: Tensor) -> Tensor:
+            begin = next(begins)
+            data = memory[begin : begin + tensor.numel() * tensor.element_size()]
+            return data.view(tensor.dtype).view(tensor.shape)
+
+        return [map_tensors(weight, view) for weight in self.without_data]
+
+    def copy_to(self, memory: Tensor) -> None:
+        """Begin to copy the bytes into the first ones of `memory`."""
+        begin = 0
+        for piece in self.pieces:
+            end = min(begin + len(piece), self.size)
+            memory[begin:end].copy_(piece[: end - begin], non_blocking=True)
+            begin = end
+
+
+def piece_sizes(size: int) -> list[int]:
+    """Powers of two, the largest first, that sum to `size` bytes or at most a 64th more.
+
+    torch rounds every pinned allocation up to a power of two, and all blocks in one piece would be up to twice as
+    large (ATen/core/CachingHostAllocator.h).
+    """
+    unit = 1 << max(0, size.bit_length() - 7)
+    units = -(-size // unit)
+    return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
+
+
+def inner_tensors(weight: Tensor) -> list[Tensor]:
+    """The plain tensors of which a quantised weight is made; of another weight, itself."""
+    tensors: list[Tensor] = []
+    map_tensors(weight, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return tensors
+
+
+def map_tensors(weight: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `change` to a tensor, or to each of the tensors inside a quantised one."""
+    if is_traceable_wrapper_subclass(weight):
+        return transform_subclass(weight, lambda _, inner: map_tensors(inner, change))
+    return change(weight)
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+# ---- two blocks on the device ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Buffer:
+    """Memory of the device for one block, and the block whose bytes are in it, or on their way."""
+
+    memory: Tensor
+    block: int = -1
+    arrived: Any = None
+    """The event of the copy; None without streams."""
+
+
+class OffloadedBlocks:
+    """The offloaded blocks: all of them in host memory, and two, which alternate, on the device."""
+
+    def __init__(self, blocks: list[HostBlock], device: torch.device, order: Order) -> None:
+        self.blocks, self.device, self.order = blocks, device, order
+        self.stream = device_module(device).Stream(device) if has_streams(device) else None
+        size = max(block.size for block in blocks)
+        self.buffers = [
+            Buffer(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(min(ON_DEVICE, len(blocks)))
+        ]
+        if self.stream is not None:
+            for buffer in self.buffers:  # the last copy may be under way when nobody needs the blocks any more
+                buffer.memory.record_stream(self.stream)
+        self.last = -1
+
+    def take(self, i: int) -> list[Tensor]:
+        """The weights of block `i` on the device, valid until the block after the next; begins to copy the next one.
+
+        A buffer is free by then, in training too: autograd finishes the backward pass of a block before it recomputes
+        the one before.
+        """
+        buffer = self._buffer_of(i) or self._copy(i, self.buffers[0])
+        if buffer.arrived is not None:
+            self._computing().wait_event(buffer.arrived)
+        following = self.order(i, self.last, len(self.blocks))
+        if self._buffer_of(following) is None:
+            self._copy(following, next(other for other in self.buffers if other is not buffer))
+        self.last = i
+        return self.blocks[i].weights_in(buffer.memory)
+
+    def _buffer_of(self, i: int) -> Buffer | None:
+        return next((buffer for buffer in self.buffers if buffer.block == i), None)
+
+    def _copy(self, i: int, buffer: Buffer) -> Buffer:
+        """Begin to copy block `i`, once the device has computed everything that it was given so far."""
+        buffer.block = i
+        if self.stream is None:
+            self.blocks[i].copy_to(buffer.memory)
+            return buffer
+        self.stream.wait_stream(self._computing())
+        with device_module(self.device).stream(self.stream):
+            self.blocks[i].copy_to(buffer.memory)
+            buffer.arrived = self.stream.record_event()
+        return buffer
+
+    def _computing(self) -> Any:
+        """The stream of the pass that calls."""
+        return device_module(self.device).current_stream(self.device)
+
+
+# ---- quantized linear ------------------------------------------------------------------------------------------------
+# Linear layers whose frozen weight has 8 or 4 bits, and is unpacked for each product.
+#
+# Only weights are quantised, never activations: so a row of the result does not depend on the other rows of its batch,
+# except for the rounding of the kernels. Where nothing is trained, a large weight is unpacked in pieces. `quantize`
+# makes such layers of `nn.Linear`, with torchao (int8, fp8) or the kernels of bitsandbytes (nf4), in pieces too. A
+# quantised weight has no state besides its tensors, so it can be offloaded. `check_quantization` refuses what cannot
+# work here.
+
+Kind = Literal["none", "int8", "fp8", "nf4"]
+TORCHAO = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
+NF4_BLOCK = 64
+"""Weights that share a scale."""
+PIECE = 1 << 24
+"""Weights that are unpacked at once: 34 MB in bfloat16, and products large enough for a GPU."""
+
+
+class Quantization(NamedTuple):
+    """The bytes of a quantised matrix."""
+
+    per_weight: float
+    per_row: float = 0
+    unpacked: int = 1
+    """How many tensors of the size of an unquantised matrix there are while it is unpacked."""
+
+
+QUANTIZATIONS = {
+    "int8": Quantization(1, 5),  # each output channel's float32 scale, and torchao's int8 zero point
+    "fp8": Quantization(1, 4),
+    "nf4": Quantization(0.5 + 4 / NF4_BLOCK),  # a float32 scale per 64 weights
+}
+
+
+def torchao_config(kind: str, setting: str) -> Any:
+    """torchao's configuration for int8 or fp8 weights; ConfigError, with the setting, without torchao."""
+    try:
+        return getattr(importlib.import_module("torchao.quantization"), TORCHAO[kind])()
+    except ImportError as error:
+        raise _not_installed(setting, kind, error) from None
+
+
+def check_quantization(kind: Kind, setting: str, device: torch.device) -> None:
+    """ConfigError if the package for `kind` is missing, DeviceError if `device` cannot compute with such weights.
+
+    fp8 weights need no GPU with fp8 units: they are converted, not multiplied.
+    """
+    if kind == "none":
+        return
+    if kind == "nf4":
+        try:
+            importlib.import_module("bitsandbytes.functional")
+        except ImportError as error:
+            raise _not_installed(setting, kind, error) from None
+    try:
+        layers = nn.Sequential(nn.Linear(NF4_BLOCK, NF4_BLOCK, device=device)).requires_grad_(False)
+        quantize(layers, kind, setting, device)
+        with torch.inference_mode():
+            layers(torch.ones(1, NF4_BLOCK, device=device))
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        what, do = f"{setting}={kind}: {device} cannot compute with such weights", f"choose another {setting}"
+        raise DeviceError(what, found=str(error).splitlines()[0], do=do) from None
+
+
+def _not_installed(setting: str, kind: str, error: ImportError) -> ConfigError:
+    return ConfigError(f"{setting}={kind}: {error}", do=install_command("quantization"))
+
+
+def quantize(layers: nn.Module, kind: Kind, setting: str, device: torch.device) -> None:
+    """Quantise every `nn.Linear` in `layers` in place, on `device`, where it stays."""
+    for parent, name, linear in list(_linears(layers)):
+        weight = linear.weight.detach()
+        if kind == "nf4":
+            setattr(parent, name, Nf4Linear(linear, device))
+        else:
+            config = torchao_config(kind, setting)
+            pieces = [_by_torchao(weight[rows].to(device), config) for rows in _pieces(*weight.shape)]
+            linear.weight = nn.Parameter(_joined(pieces), requires_grad=False)
+            linear.__class__ = QuantizedLinear
+        getattr(parent, name).to(device)
+
+
+def _linears(layers: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    for parent in layers.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                yield parent, name, child
+
+
+def _pieces(rows: int, columns: int) -> Iterator[slice]:
+    """The rows of a weight in pieces of about PIECE numbers. They have a multiple of 64 rows, except the last one: so
+    no block of nf4 is cut."""
+    step = max(PIECE // columns // NF4_BLOCK, 1) * NF4_BLOCK
+    for begin in range(0, rows, step):
+        yield slice(begin, min(begin + step, rows))
+
+
+# ---- int8 and fp8 ----------------------------------------------------------------------------------------------------
+
+
+def _by_torchao(weight: Tensor, config: Any) -> Any:
+    """The quantised weight; torchao converts layers."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    importlib.import_module("torchao.quantization").quantize_(layer, config)
+    layer.weight.requires_grad_(False)
+    assert has_weight_only_rows(layer.weight)
+    return layer.weight.detach()
+
+
+def _joined(pieces: Sequence[Any]) -> Any:
+    """Quantised rows as one weight."""
+    rows, columns = sum(map(len, pieces)), pieces[0].shape[1]
+
+    def join(name: str, _: Tensor) -> Tensor:
+        return torch.cat([getattr(piece, name) for piece in pieces])
+
+    return cast(Any, transform_subclass)(pieces[0], join, outer_size=(rows, columns), outer_stride=(columns, 1))
+
+
+def has_weight_only_rows(weight: Any) -> bool:
+    """Whether it is torchao's int8 or fp8 weight with a scale per row, used without quantising the activations."""
+    if not {"qdata", "scale", "block_size"} <= getattr(weight, "__dict__", {}).keys() or weight.requires_grad:
+        return False
+    of_activations = (getattr(weight, name, None) for name in ("act_quant_kwargs", "act_pre_scale"))
+    return list(weight.block_size) == [1, weight.shape[1]] and all(setting is None for setting in of_activations)
+
+
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose frozen weight is int8 or fp8 with a scale per row, under autocast in autocast's dtype.
+
+    torchao's weight-only linear unpacks its weight to compute a product, and autograd then keeps the unpacked weight,
+    as large as an unquantised one. Here the backward pass unpacks the weight again.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        kind, weight = x.device.type, cast(Any, self.weight)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        x, values, scale = x.to(dtype), weight.qdata, weight.scale.flatten()
+        if torch.is_inference_mode_enabled():
+            return in_pieces(x, len(values), lambda rows: (values[rows].to(dtype), scale[rows]), self.bias)
+        product: Any = _RowScaledProduct.apply
+        output: Tensor = product(x, values, scale, self.bias)
+        return output
+
+
+class _RowScaledProduct(torch.autograd.Function):
+    """`x @ weight.T * scale + bias`, with gradients for `x` alone.
+
+    A weight is cast to the dtype of `x` without rounding: int8 and fp8 (e4m3) are exact in bfloat16. Products with the
+    scales are in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        output = (x @ weight.to(x.dtype).t()).mul_(scale)
+        return output if bias is None else output.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,), (weight, scale) = gradients, ctx.saved_tensors
+        scaled = torch.mul(gradient, scale, out=torch.empty_like(gradient))
+        return scaled @ weight.to(gradient.dtype), None, None, None
+
+
+# ---- nf4 -------------------------------------------------------------------------------------------------------------
+
+
+class Nf4Linear(nn.Module):
+    """A linear layer whose weight has 4 bits, by the kernels of bitsandbytes, on any device and without gradients.
+
+    bitsandbytes' own layer cannot be offloaded, and its kernels for CPUs take only rows of whole blocks.
+    """
+
+    def __init__(self, linear: nn.Linear, device: torch.device) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        weight, kernel = linear.weight.detach(), _bitsandbytes_kernel("quantize_4bit")
+        pieces = [
+            kernel(weight[rows].to(device).contiguous(), NF4_BLOCK, "nf4", torch.uint8)
+            for rows in _pieces(self.out_features, self.in_features)
+        ]
+        packed, scales = zip(*pieces, strict=True)
+        self.weight = nn.Parameter(torch.cat(packed).flatten(), requires_grad=False)
+        self.scale = nn.Parameter(torch.cat(scales), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_pieces(x, self.out_features, lambda rows: (self._unpacked(rows, x.dtype), None), self.bias)
+
+    def _unpacked(self, rows: slice, dtype: torch.dtype) -> Tensor:
+        """These rows of the weight; unless they are the last ones, their number is one of whole blocks."""
+        begin, end = (row * self.in_features for row in (rows.start, rows.stop))
+        packed, scale = self.weight[begin // 2 : -(-end // 2)], self.scale[begin // NF4_BLOCK : -(-end // NF4_BLOCK)]
+        kernel = _bitsandbytes_kernel("dequantize_4bit")
+        # As one row: the kernel for CPUs begins a block with each row.
+        unpacked: Tensor = kernel(packed[:, None], scale, NF4_BLOCK, "nf4", (1, end - begin), dtype)
+        return unpacked.view(-1, self.in_features)
+
+
+def _bitsandbytes_kernel(name: str) -> Any:
+    """One of bitsandbytes' operators, which exist once it is imported."""
+    importlib.import_module("bitsandbytes.functional")
+    return getattr(torch.ops.bitsandbytes, name).default
+
+
+def in_pieces(
+    x: Tensor, rows: int, unpack: Callable[[slice], tuple[Tensor, Tensor | None]], bias: Tensor | None
+) -> Tensor:
+    """`x @ weight.T * scale + bias`; `unpack` gives some rows of the weight, and their scales if they have any."""
+    output = x.new_empty(*x.shape[:-1], rows)
+    for piece in _pieces(rows, x.shape[-1]):
+        weight, scale = unpack(piece)
+        product = x @ weight.t()
+        output[..., piece] = product if scale is None else product.mul_(scale)
+    return output if bias is None else output.add_(bias.to(output.dtype))
+
+
+# ---- placement -------------------------------------------------------------------------------------------------------
+# Where the weights of a text encoder are, and in how many bits: all on its device, quantised, or offloaded.
+#
+# Quantised are the linear layers of the language model, which hold nine tenths of the weights. The vision tower, norms
+# and biases are not: they are small, and errors in an image's features reach every token. With either setting, an
+# accelerator holds no table of token embeddings, whose rows are looked up on the host, and only two blocks of the
+# vision tower at a time; with `offload` also only two layers of the language model. Where weights wait changes no
+# result: the same kernels compute with the same numbers. On the CPU all weights are in host memory anyway.
+
+SETTING = "cache.text_quantization"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The settings `cache.text_quantization` and `cache.text_offload`."""
+
+    quantization: Kind = "none"
+    offload: bool = False
+
+    def is_partial(self, device: torch.device) -> bool:
+        """Whether some weights wait in host memory."""
+        return is_accelerator(device) and (self.offload or self.quantization != "none")
+
+
+WHOLE = Placement()
+"""All weights as they were loaded, on one device."""
+
+
+def place(model: Any, device: torch.device, placement: Placement = WHOLE) -> Any:
+    """Move a loaded Qwen2.5-VL or Qwen3-VL, without its `lm_head`, to its device, in place."""
+    layers = _quantized_layers(model, device, placement)
+    if not placement.is_partial(device):
+        for _ in layers:
+            pass
+        return model.to(device)
+    waiting = [WaitingBlocks(model.visual.blocks, device)]
+    if placement.offload:
+        waiting.append(WaitingBlocks(layers, device))
+    else:
+        for layer in layers:
+            layer.to(device)
+    table = model.language_model.embed_tokens
+    weight = table.weight
+    set_parameters([(table, "weight")], [None])  # so that model.to does not move it
+    model.to(device)
+    set_parameters([(table, "weight")], [weight])
+    table.__class__, table.sent_to = HostEmbedding, device
+    for stack in waiting:
+        stack.attach(in_a_circle)
+    return model
+
+
+def _quantized_layers(model: Any, device: torch.device, placement: Placement) -> Iterator[nn.Module]:
+    """The layers of the language model; each is quantised when it is asked for."""
+    for layer in model.language_model.layers:
+        if placement.quantization != "none":
+            quantize(layer, placement.quantization, SETTING, device)
+        yield layer
+
+
+class HostEmbedding(nn.Embedding):
+    """A table of embeddings in host memory; the rows are sent to the device of the model."""
+
+    sent_to: torch.device
+
+    def forward(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L D"]:
+        return to_device(embedding(ids.cpu(), self.weight), self.sent_to)
+
+
+# ---- live bytes ------------------------------------------------------------------------------------------------------
+# Memory without data: the live bytes of tensors on torch's device "meta", counted while real modules run on it.
+#
+# Attention counts as a kernel that keeps no logits, which every device chooses for these sizes. What a device needs for
+# itself is estimated.
+
+RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs
+FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
+
+
+def with_reserve(size: int) -> int:
+    """`size` bytes with the device's own memory."""
+    return RESERVED + int((1 + FRAGMENTATION) * size)
+
+
+def bytes_of(module: nn.Module) -> int:
+    """The bytes of a module's parameters and buffers."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
+    """The peak bytes that `run` allocates on "meta", without gradients, besides the weights of the modules `known`."""
+    weights = [tensor for module in known for tensor in (*module.parameters(), *module.buffers())]
+    with torch.inference_mode(), LiveBytes(weights) as live, FlashAttention():
+        run()
+    return int(live.peak)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the live bytes of tensors created on "meta" while entered, and their peak."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now, self.peak = 0, 0
+        self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+                self._add(tensor.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self.sizes:
+            return
+        self.sizes[storage._cdata] = storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, storage._cdata)
+
+    def _free(self, storage: int) -> None:
+        self.now -= self.sizes.pop(storage)
+
+
+class FlashAttention(TorchFunctionMode):
+    """`flash_attention` in place of torch's function, which would choose no kernel on "meta"."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        chosen = flash_attention if function is F.scaled_dot_product_attention else function
+        return chosen(*args, **(kwargs or {}))
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """Attention that saves queries, keys, values, the output and one number per row, like every kernel that SDPA
+    chooses for these sizes; on "meta" SDPA would choose none of them."""
+    mask = None if attn_mask is None else torch.zeros_like(attn_mask, dtype=query.dtype)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output: Tensor = kernel(query, key, value, attn_mask=mask)[0]
+    return output

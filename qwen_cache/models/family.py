@@ -1,9 +1,4 @@
-"""What differs between the model families: one `Family` value for each, all of them here.
-
-The pipelines of a family share VAE, text encoder and the kind of transformer; they differ in template and number of
-images. Classes are given by name, so that this imports neither torch nor diffusers. `CONTRIBUTING.md` says what a third
-family needs besides its value.
-"""
+"""The families and variants of Qwen-Image, and the templates of their prompts: what differs between them."""
 
 from __future__ import annotations
 
@@ -12,7 +7,66 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from qwen_cache.models.template import IMAGE, Template, chat
+# ---- template --------------------------------------------------------------------------------------------------------
+# The text encoder's input: the text around images and prompt, as diffusers' pipelines write it.
+#
+# The first `drop_idx` tokens (the system prompt, and in the 20B family the beginning of the user's message) are encoded
+# but not kept. A test compares everything, as token ids, with the installed pipelines.
+
+VISION_END = "<|vision_end|>"
+PIXEL_TOKENS = ("<|image_pad|>", "<|video_pad|>")
+"""Tokens that stand for pixels, which no prompt may contain."""
+IMAGE = f"<|vision_start|><|image_pad|>{VISION_END}"
+
+
+def chat(system: str) -> str:
+    """The frame of a chat with this system message."""
+    return f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def pixel_token(prompt: str) -> str | None:
+    """The first token in a prompt that stands for pixels; None if it has none."""
+    return next((token for token in PIXEL_TOKENS if token in prompt), None)
+
+
+def pixel_token_told(token: str) -> tuple[str, str]:
+    """What is wrong with a prompt that contains the token, and what to do."""
+    return f"the prompt contains {token}, which stands for an image's pixels", "remove it"
+
+
+@dataclass(frozen=True)
+class Template:
+    """The text around images and prompt."""
+
+    frame: str
+    """The whole text; `{}` stands for images and prompt."""
+    image: str = ""
+    """The text of an image; `{}` is its number, from 1."""
+    drop_idx: int = 0
+    """The number of first tokens that are not kept."""
+    dropped_message: str | None = None
+    """In place of `drop_idx`: the system message, which the processor's chat template turns into those tokens."""
+    condition_image_size: int = 0
+    """Pixels of an image for the text encoder; 0 if it gets no images, or the same images as the VAE."""
+    separator: str = ""
+    """The text between two images."""
+    empty_prompt: str = ""
+    """The prompt that replaces an empty one."""
+    max_length: int | None = None
+    """Tokens kept after the dropped ones; None keeps all."""
+
+    def text(self, prompt: str, images: int) -> str:
+        """The whole input text for `prompt` and this number of images."""
+        before = self.separator.join(self.image.format(i + 1) for i in range(images))
+        return self.frame.format(before + (prompt or self.empty_prompt))
+
+
+# ---- family ----------------------------------------------------------------------------------------------------------
+# What differs between the model families: one `Family` value for each, all of them here.
+#
+# The pipelines of a family share VAE, text encoder and the kind of transformer; they differ in template and number of
+# images. Classes are given by name, so that this imports neither torch nor diffusers. `CONTRIBUTING.md` says what a
+# third family needs besides its value.
 
 PipelineName = Literal["QwenImageEditPipeline", "QwenImageEditPlusPipeline", "QwenImagePipeline", "QwenImage21Pipeline"]
 VAE_IMAGE_SIZE = 1024 * 1024
@@ -60,7 +114,7 @@ class Family:
     vae: str
     """The class in diffusers."""
     text_encoder: str
-    """The `model_type` in transformers (`text_encoder.py` has the class, `processor.py` its processor)."""
+    """The `model_type` in transformers (`encoders.py` has the class and its processor)."""
     transformer: str
     """The class in diffusers."""
     text_width_key: str

@@ -32,9 +32,8 @@ from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.encode.validation import check_sizes
 from qwen_cache.errors import BusyError, QwenCacheError, ServerFaultError, SourceError, StoppingError, first_line
-from qwen_cache.format.codec import decode
-from qwen_cache.format.one_sample import uncompressed
-from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.cache import uncompressed
+from qwen_cache.format.sample import SampleMeta, decode
 from qwen_cache.format.shard import tensor_bytes
 from qwen_cache.serve.observer import Observer
 from qwen_cache.serve.pool import Memory, Pool, Store

@@ -23,6 +23,7 @@ from qwen_cache.encode.saved_settings import save_settings
 from qwen_cache.encode.write import written_by
 from qwen_cache.errors import ConfigError, ConflictError, FormatError, ShardError
 from qwen_cache.format import directory
+from qwen_cache.format.cache import LocalShards, RemoteShards
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.remote import Stored
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples
@@ -36,7 +37,6 @@ from qwen_cache.format.shard import (
     scan_shard,
     tensor_bytes,
 )
-from qwen_cache.format.shards import LocalShards, RemoteShards
 from qwen_cache.format.staging import Destination, Staging, staging_folder
 from qwen_cache.format.update import Existing, Update, commit_update, copy_if_there, open_staging, plan_update
 from qwen_cache.storage.files import map_file

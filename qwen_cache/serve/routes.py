@@ -18,9 +18,9 @@ from starlette.responses import FileResponse, Response
 
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ServerFaultError
+from qwen_cache.format.cache import sample_file
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN
-from qwen_cache.format.one_sample import sample_file
 from qwen_cache.serve.description import describe
 from qwen_cache.serve.engine import LATER, Engine
 from qwen_cache.serve.fetch import Fetch

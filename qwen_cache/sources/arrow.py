@@ -26,17 +26,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.columns import LEFT_OUT, Columns, Record, find_columns, read_rows
-from qwen_cache.sources.places import (
-    Location,
-    RangeFile,
-    TableFolder,
-    base_name,
-    open_regular,
-    parent,
-    read_bytes,
-)
-from qwen_cache.sources.rows import Draft, Needs
+from qwen_cache.sources.places import Location, RangeFile, TableFolder, base_name, open_regular, parent, read_bytes
+from qwen_cache.sources.rows import LEFT_OUT, Columns, Draft, Needs, Record, find_columns, read_rows
 from qwen_cache.storage.remote import Url
 from qwen_cache.text import parse_json
 

@@ -1,4 +1,6 @@
-"""Turn a source into rows, before anything is encoded: a folder or a file, local or remote.
+"""Opening a source: which kind it is, the settings it is read with, and its rows with their problems.
+
+Turn a source into rows, before anything is encoded: a folder or a file, local or remote.
 
 Pairs, for editing. Names are compared whole, never by prefix; subfolders are part of a name:
 
@@ -49,24 +51,24 @@ every row lacks is one problem. No row is dropped silently, and files are never 
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Required, TypedDict, Unpack
 
 from qwen_cache.errors import Notice, Problem, SourceError, counted
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.grounding.phrase import find, has_marks, parse
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.sections import ColumnsConfig, DataConfig
 from qwen_cache.sources import left_out
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
-from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.columns import COLUMNS, TO_GENERATE, Columns
-from qwen_cache.sources.columns import read_rows as read_records
-from qwen_cache.sources.hub import dataset_files, is_dataset
+from qwen_cache.sources.captions import Captions, find, has_marks, parse
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
 from qwen_cache.sources.places import (
     File,
@@ -74,17 +76,117 @@ from qwen_cache.sources.places import (
     Location,
     TableFolder,
     base_name,
+    dataset_files,
     file_at,
+    is_dataset,
     open_folder,
     similar_file,
     suffix,
 )
-from qwen_cache.sources.reading import SourceSettings, needs_of
-from qwen_cache.sources.rows import Draft, FieldProblems, Needs, Readable, Row, limits_exceeded, unique
-from qwen_cache.sources.text_table import PROMPTS, READERS, read_text_table
+from qwen_cache.sources.rows import (
+    COLUMNS,
+    TO_GENERATE,
+    Columns,
+    Draft,
+    FieldProblems,
+    Needs,
+    NoControl,
+    Readable,
+    Row,
+    limits_exceeded,
+    unique,
+)
+from qwen_cache.sources.rows import read_rows as read_records
+from qwen_cache.sources.tables import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
 from qwen_cache.storage.remote import Url, location
 from qwen_cache.text import shell_line
+
+# ---- garbage ---------------------------------------------------------------------------------------------------------
+# Python's cyclic garbage collector, off while millions of objects are made that stay and form no cycles.
+#
+# Searching them repeatedly takes a third of the time of reading a source. Not for decoding images, which may form
+# cycles that hold their pixels.
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Turn the collector off inside the block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+# The settings by which a source is read, made in one place from `data` and the model.
+
+
+class SourceSettings(TypedDict, total=False):
+    """How a source is read."""
+
+    needs_control: Required[bool]
+    """Whether the source must have controls, as for an editing model."""
+    takes_control: bool | None
+    """Without, for text to image, there must be no control; by default `needs_control` decides."""
+    no_control: NoControl | None
+    """Which rows may lack a control: by default none where controls are needed, else those of which a table states it.
+    Where any may, so may all."""
+    needs_target: bool
+    """Without, to generate, rows may lack the target, and the folder may hold only controls."""
+    needs_prompt: bool
+    to_generate: bool
+    """Whether the rows are images to generate, which may have a seed and a size, and no target."""
+    allow_empty_prompt: bool
+    allow_urls: Sequence[str]
+    columns: ColumnsConfig | None
+    split: str | None
+    config_name: str | None
+    """The settings of `data`."""
+    marked_phrases: bool | None
+    """Whether `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
+    captions: Captions | None
+    """What changes the prompts."""
+
+
+def reading(data: DataConfig, model: ModelFolder | None = None) -> SourceSettings:
+    """How `build` reads a source for a model, without what changes its prompts; None: for either kind of model."""
+    return {
+        "needs_control": model is not None and model.needs_controls and not data.allow_no_control,
+        "takes_control": model is None or model.takes_controls,
+        "no_control": "allowed" if data.allow_no_control else "stated",
+        "allow_empty_prompt": data.allow_empty_prompt,
+        "allow_urls": data.allow_urls,
+        "columns": data.columns,
+        "split": data.split,
+        "config_name": data.config_name,
+        "marked_phrases": data.marked_phrases,
+    }
+
+
+def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
+    """What these settings require of a source."""
+    needs_control, to_generate = settings["needs_control"], settings.get("to_generate", False)
+    takes_control = settings.get("takes_control")
+    return Needs(
+        control=needs_control,
+        no_control=settings.get("no_control") or ("refused" if needs_control else "stated"),
+        target=settings.get("needs_target", True) and not to_generate,
+        prompt=settings.get("needs_prompt", True),
+        to_generate=to_generate,
+        takes_control=needs_control if takes_control is None else takes_control,
+        marked_phrases=settings.get("marked_phrases"),
+        allow_urls=tuple(settings.get("allow_urls", ())),
+        columns=settings.get("columns") or ColumnsConfig(),
+        split=settings.get("split"),
+        config_name=settings.get("config_name"),
+    )
+
+
+# ---- detect ----------------------------------------------------------------------------------------------------------
 
 __all__ = ["Problem", "Readable", "Row", "read_source"]
 
@@ -417,3 +519,86 @@ def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
             found=", ".join(base_name(path) for way in readable for path in way[:3]),
             do=f"name the file itself, {readable[0][0]}, or move the others elsewhere",
         )
+
+
+# ---- listing ---------------------------------------------------------------------------------------------------------
+# Every row of a source as it stands there, for people to look at and edit: also rows with problems and rows left out.
+#
+# Prompts are raw: with marks, without trigger word, prefix and suffix. The problems are exactly those that
+# `read_source` reports, by the same code. Nothing is opened but tables, tars and text files: an image that cannot be
+# decoded is no problem here. Raises `SourceError` for a source that cannot be read at all.
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A row of a source: a target with its controls, or without, and one or more captions."""
+
+    names: tuple[str, ...]
+    """The name of each caption's sample: that of the row, then with `#2`, `#3`, …"""
+    where: str
+    """Where the row is, as in its problems: `data/metadata.csv:12`, or the target's path."""
+    target: Readable | None
+    controls: tuple[Readable, ...]
+    mask: Readable | None
+    prompts: tuple[str, ...]
+    """The captions; one that is empty or missing is an empty text."""
+    phrase: str
+    """The words that a table gives for where the edit is."""
+    is_left_out: bool
+    problems: tuple[Problem, ...]
+    """Why the row cannot be used; none if it is left out."""
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A source as a list."""
+
+    source: str
+    entries: tuple[Entry, ...]
+    """In the order of the source."""
+    problems: tuple[Problem, ...]
+    """All problems, as `read_source` reports them: what every row lacks is one of them."""
+
+    @property
+    def left_out(self) -> int:
+        """How many rows are left out."""
+        return sum(entry.is_left_out for entry in self.entries)
+
+    @property
+    def other_problems(self) -> list[Problem]:
+        """Those of no entry: of a file without a target, of a row that cannot be cut into cells, of all rows."""
+        known = {problem for entry in self.entries for problem in entry.problems}
+        return [problem for problem in self.problems if problem not in known]
+
+
+@without_gc()
+def list_source(source: Location, **settings: Unpack[SourceSettings]) -> Listing:
+    """The rows of `source` for these settings of `read_source`; `captions` change nothing here."""
+    needs, entries = needs_of(**settings), list[Entry]()
+    content = read_drafts(
+        drafts_of(source, needs),
+        str(source),
+        needs,
+        allow_empty_prompt=settings.get("allow_empty_prompt", False),
+        on_draft=lambda draft, problems: entries.append(as_entry(draft, problems)),
+    )
+    return Listing(str(source), tuple(entries), tuple(content.problems))
+
+
+def as_entry(draft: Draft, problems: Sequence[Problem]) -> Entry:
+    first = draft.samples[0]
+    return Entry(
+        tuple(row.name for row in draft.samples),
+        first.where,
+        first.target,
+        first.controls,
+        first.mask,
+        tuple(unix(row.prompt) for row in draft.samples),
+        unix(draft.phrase),
+        draft.is_left_out,
+        tuple(problems),
+    )

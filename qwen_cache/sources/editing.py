@@ -22,23 +22,23 @@ from typing import Any, Protocol, Unpack
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.sources import left_out
-from qwen_cache.sources.columns import COLUMNS, Columns, find_columns, has_captions, read_row
 from qwen_cache.sources.detect import (
     ARCHIVES,
     METADATA_TABLES,
     SAVED,
     SAVED_SPLITS,
+    Entry,
+    SourceSettings,
+    as_entry,
     checked,
+    needs_of,
     unix,
 )
 from qwen_cache.sources.images import open_mask, upright_size
-from qwen_cache.sources.listing import Entry, as_entry
 from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
 from qwen_cache.sources.places import File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
-from qwen_cache.sources.reading import SourceSettings, needs_of
-from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
-from qwen_cache.sources.table_text import CSV, CsvText, TableText, changed, open_text
-from qwen_cache.sources.text_table import READERS
+from qwen_cache.sources.rows import COLUMNS, MAX_TEXT, Columns, Draft, Needs, find_columns, has_captions, read_row
+from qwen_cache.sources.tables import CSV, READERS, CsvText, TableText, changed, open_text
 from qwen_cache.storage.files import LockHeldError, locked, make_folder, sync, whole_file, write_durably
 
 PATIENCE = 10.0

@@ -1,18 +1,4 @@
-"""Decode an image to the pixels that people see: 8-bit RGB, RGBA, or 8-bit grey for a mask (white = edited).
-
-EXIF orientation is applied; transparency is kept in RGBA, and else composited over white (over black for a mask, so
-that transparent pixels are not edited); grey of more than 8 bits, and floats from 0 to 1, are scaled to 8 bits, never
-clipped; what a TIFF says of its samples (bits, sign, whether white is 0) is honoured;
-palette, CMYK, LAB, YCbCr and 1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel
-values as stored.
-
-Refuses, with a `SourceError` that names the file: files that are damaged or in none of `FORMATS`, more than
-`MAX_PIXELS`, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from a
-phone is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead of
-255. No other parser of Pillow sees the bytes, whatever this process has loaded: its parser of PostScript would run
-Ghostscript on them. HEIC and JPEG XL need a package of `PLUGINS`, whose parser sees only files of that kind. An
-error never shows the bytes of a file that is not an image; it may be any file of this machine.
-"""
+"""Images: opening and checking them, JPEG XL, and thumbnails."""
 
 from __future__ import annotations
 
@@ -21,10 +7,13 @@ import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from io import BytesIO
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,9 +28,132 @@ from PIL.PpmImagePlugin import PpmImageFile
 from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLEFORMAT, TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from qwen_cache.errors import SourceError
-from qwen_cache.sources import jpeg_xl
+from qwen_cache.errors import SourceError, ThumbnailError
+from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.files import read_file
+
+# ---- jpeg xl ---------------------------------------------------------------------------------------------------------
+# The header of a JPEG XL file (ISO/IEC 18181-1, sections D.2 and D.3): size, orientation, whether it is an animation.
+#
+# The installed parser decodes every pixel when it opens a file, and hides that a file is an animation. So the header is
+# read first. Raises ValueError for bytes without such a header.
+
+CODESTREAM, CONTAINER = b"\xff\x0a", b"\0\0\0\x0cJXL \r\n\x87\n"
+HEADER_BYTES = 64  # more than all fields up to the animation take together
+RATIOS = {1: (1, 1), 2: (12, 10), 3: (4, 3), 4: (3, 2), 5: (16, 9), 6: (5, 4), 7: (2, 1)}
+"""Width to height, where a header gives only the height."""
+
+
+@dataclass(frozen=True)
+class Header:
+    width: int
+    """Pixels of the stored image, before `orientation` is applied."""
+    height: int
+    orientation: int
+    """As in EXIF: from 5 on, width and height are swapped."""
+    animated: bool
+
+
+def read_header(data: bytes) -> Header:
+    """The header of a codestream or of a container."""
+    bits = _Bits(_codestream(data)[len(CODESTREAM) :][:HEADER_BYTES])
+    width, height = _size(bits)
+    if bits.take(1) or not bits.take(1):  # all values are the defaults, or there are no extra fields
+        return Header(width, height, 1, False)
+    orientation = 1 + bits.take(3)
+    if bits.take(1):
+        _size(bits)  # the intrinsic size, which viewers may scale to
+    if bits.take(1):
+        _preview_size(bits)
+    return Header(width, height, orientation, bool(bits.take(1)))
+
+
+class _Bits:
+    """The bits of a header, the lowest of each byte first."""
+
+    def __init__(self, data: bytes) -> None:
+        self.value, self.left = int.from_bytes(data, "little"), 8 * len(data)
+
+    def take(self, count: int) -> int:
+        self.left -= count
+        if self.left < 0:
+            raise ValueError("the header of a JPEG XL file ends early")
+        taken = self.value & ((1 << count) - 1)
+        self.value >>= count
+        return taken
+
+    def one_of(self, *choices: tuple[int, int]) -> int:
+        """A number by a selector of two bits: an offset, and the count of bits to add to it."""
+        offset, count = choices[self.take(2)]
+        return offset + self.take(count)
+
+
+def _size(bits: _Bits) -> tuple[int, int]:
+    by_eight = bits.take(1)
+
+    def side() -> int:
+        return 8 * (1 + bits.take(5)) if by_eight else bits.one_of((1, 9), (1, 13), (1, 18), (1, 30))
+
+    height = side()
+    return _width(bits, height) or side(), height
+
+
+def _preview_size(bits: _Bits) -> None:
+    by_eight = bits.take(1)
+
+    def side() -> int:
+        if by_eight:
+            return 8 * bits.one_of((16, 0), (32, 0), (1, 5), (33, 9))
+        return bits.one_of((1, 6), (65, 8), (321, 10), (1345, 12))
+
+    _width(bits, side()) or side()
+
+
+def _width(bits: _Bits, height: int) -> int:
+    """The width, if it follows from the height; 0 if it is stored."""
+    wide, high = RATIOS.get(bits.take(3), (0, 1))
+    return height * wide // high
+
+
+def _codestream(data: bytes) -> bytes:
+    """The first bytes of the codestream."""
+    streams = [data] if data.startswith(CODESTREAM) else _boxes(data) if data.startswith(CONTAINER) else []
+    first = next(chain(streams), b"")
+    if not first.startswith(CODESTREAM):
+        raise ValueError("no JPEG XL codestream")
+    return first
+
+
+def _boxes(data: bytes) -> Iterator[bytes]:
+    """The beginnings of the boxes of a container that hold a codestream, or a part of it."""
+    begin = 0
+    while begin + 8 <= len(data):
+        size, kind, content = int.from_bytes(data[begin : begin + 4], "big"), data[begin + 4 : begin + 8], begin + 8
+        if size == 1:
+            size, content = int.from_bytes(data[content : content + 8], "big"), content + 8
+        if kind in (b"jxlc", b"jxlp"):
+            content += 4 if kind == b"jxlp" else 0  # the number of the part
+            yield data[content : content + len(CODESTREAM) + HEADER_BYTES]
+        if size < content - begin:  # 0 means up to the end of the file
+            return
+        begin += size
+
+
+# ---- images ----------------------------------------------------------------------------------------------------------
+# Decode an image to the pixels that people see: 8-bit RGB, RGBA, or 8-bit grey for a mask (white = edited).
+#
+# EXIF orientation is applied; transparency is kept in RGBA, and else composited over white (over black for a mask, so
+# that transparent pixels are not edited); grey of more than 8 bits, and floats from 0 to 1, are scaled to 8 bits, never
+# clipped; what a TIFF says of its samples (bits, sign, whether white is 0) is honoured; palette, CMYK, LAB, YCbCr and
+# 1-bit images are converted. ICC profiles are ignored, as the stock pipelines use the pixel values as stored.
+#
+# Refuses, with a `SourceError` that names the file: files that are damaged or in none of `FORMATS`, more than
+# `MAX_PIXELS`, sides beyond 1:200 (the limit of Qwen2.5-VL), several frames or pages (which one was meant? an MPO from
+# a phone is a photo with extras and counts as one), values without an agreed white, and a mask whose white is 1 instead
+# of 255. No other parser of Pillow sees the bytes, whatever this process has loaded: its parser of PostScript would run
+# Ghostscript on them. HEIC and JPEG XL need a package of `PLUGINS`, whose parser sees only files of that kind. An error
+# never shows the bytes of a file that is not an image; it may be any file of this machine.
 
 PARSERS = (
     *(PngImageFile, JpegImageFile, WebPImageFile, AvifImageFile, TiffImageFile, BmpImageFile, GifImageFile),
@@ -63,8 +175,8 @@ KNOWN = (
     (b"8BPS", "Photoshop (PSD)"),
     (b"\0\0\0\x0cjP  ", "JPEG 2000"),
     (b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (jpeg_xl.CONTAINER, "JPEG XL"),
-    (jpeg_xl.CODESTREAM, "JPEG XL"),
+    (CONTAINER, "JPEG XL"),
+    (CODESTREAM, "JPEG XL"),
     (b"\0\0\1\0", "an icon (ICO)"),
     (b"<svg", "SVG"),
     (b"<?xml", "XML, perhaps SVG"),
@@ -306,13 +418,13 @@ def _open_jpeg_xl(data: bytes) -> Image.Image:
     if image.jpeg:  # the JPEG that it was made from, not rotated
         image = ImageOps.exif_transpose(image)
     image.info.pop("exif", None)  # libjxl has rotated all others, and left the tag as it was
-    image.format, image.is_animated = "JPEG XL", jpeg_xl.read_header(data).animated
+    image.format, image.is_animated = "JPEG XL", read_header(data).animated
     return cast(Image.Image, image)
 
 
 def _jpeg_xl_size(data: bytes) -> tuple[int, int]:
     """Width and height as they are decoded, within the pixel limit."""
-    header = jpeg_xl.read_header(data)
+    header = read_header(data)
     _check_pixels(header.width, header.height)
     turned = header.orientation in _ON_ITS_SIDE
     return (header.height, header.width) if turned else (header.width, header.height)
@@ -399,3 +511,89 @@ def _over(background: str, image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image
     return Image.alpha_composite(Image.new("RGBA", image.size, background), image.convert("RGBA"))
+
+
+# ---- thumbnails ------------------------------------------------------------------------------------------------------
+# Small copies of a sample's images in the cache, for people to look at: the tensor `thumbnails`.
+#
+# All images are side by side, the target first: in one JPEG, or in one WebP with alpha if any of them is transparent.
+# The size of each follows from its size in tokens, so the strip can be cut into images again. Refuses a strip that
+# cannot be read or has another size, before its pixels are decoded. A sample with more images than fit into a strip has
+# no thumbnails.
+
+LONGER_SIDE = 192
+QUALITY = 85
+MAX_SIDE = 65_500  # pixels of a JPEG's side, the limit of libjpeg
+MAX_SIDE_WEBP = 16_383
+JPEG = "RGB", "JPEG", MAX_SIDE
+ALPHA, ANIMATION = 0x10, 0x02  # flags of a WebP in the extended format
+
+
+def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
+    """Width and height of the thumbnail of an image of shape `(1, h, w)` in tokens, never larger than the image."""
+    _, h, w = img_shape
+    longest = min(LONGER_SIDE, PIXELS_PER_TOKEN * max(h, w))
+    return max(1, round(longest * w / max(h, w))), max(1, round(longest * h / max(h, w)))
+
+
+def is_transparent(image: Image.Image) -> bool:
+    """Whether an RGBA image is transparent anywhere; others never are."""
+    return image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255)
+
+
+def thumbnail(image: Image.Image, img_shape: tuple[int, int, int]) -> Image.Image:
+    """The thumbnail of an image: RGBA if the image is transparent anywhere."""
+    shown = image.convert("RGB") if image.mode == "RGBA" and not is_transparent(image) else image
+    return shown.resize(thumbnail_size(img_shape), Image.Resampling.LANCZOS, reducing_gap=3)
+
+
+def join_thumbnails(thumbnails: Sequence[Image.Image]) -> bytes | None:
+    """One JPEG of all thumbnails, or one WebP if any is transparent; None if it would be too wide."""
+    width, height = sum(each.width for each in thumbnails), max(each.height for each in thumbnails)
+    mode, kind, widest = ("RGBA", "WEBP", MAX_SIDE_WEBP) if any(map(is_transparent, thumbnails)) else JPEG
+    if width > widest:
+        return None
+    strip = Image.new(mode, (width, height))
+    for each, left in zip(thumbnails, accumulate((each.width for each in thumbnails), initial=0), strict=False):
+        strip.paste(each.convert(mode), (left, 0))
+    data = BytesIO()
+    strip.save(data, kind, quality=QUALITY)
+    return data.getvalue()
+
+
+def cut_thumbnails(
+    data: bytes | memoryview, img_shapes: Sequence[tuple[int, int, int]], where: object
+) -> list[Image.Image]:
+    """The thumbnails, the target first; ThumbnailError if they do not fit images of these shapes."""
+    sizes = [thumbnail_size(shape) for shape in img_shapes]
+    expected = sum(width for width, _ in sizes), max(height for _, height in sizes)
+    kind, mode = (WebPImageFile, "RGBA") if bytes(data[:4]) == b"RIFF" else (JpegImageFile, "RGB")
+    try:
+        if kind is WebPImageFile and (canvas := _webp_canvas(data)) != expected:
+            raise _other_size(expected, mode, canvas, mode, where)
+        with kind(BytesIO(data)) as strip:  # of a JPEG it reads only the header, so no size is too large
+            if strip.size != expected or strip.mode != mode:
+                raise _other_size(expected, mode, strip.size, strip.mode, where)
+            lefts = accumulate((width for width, _ in sizes), initial=0)
+            return [strip.crop((x, 0, x + w, h)) for x, (w, h) in zip(lefts, sizes, strict=False)]
+    except (OSError, SyntaxError, ValueError, EOFError) as error:
+        raise ThumbnailError(
+            f"these thumbnails cannot be read: {error}", where=where, expected="one JPEG (RGB), or one WebP (RGBA)"
+        ) from None
+
+
+def _webp_canvas(data: bytes | memoryview) -> Size:
+    """The size of a still image with alpha, from its header: to open a WebP is to allocate all its pixels."""
+    header = bytes(data[:30])
+    if header[8:16] != b"WEBPVP8X" or len(header) < 30 or header[20] & ANIMATION or not header[20] & ALPHA:
+        raise ValueError("this is no WebP of one image with alpha")
+    return 1 + int.from_bytes(header[24:27], "little"), 1 + int.from_bytes(header[27:30], "little")
+
+
+def _other_size(expected: Size, mode: str, found: Size, found_mode: str, where: object) -> ThumbnailError:
+    return ThumbnailError(
+        "these thumbnails have another size",
+        where=where,
+        expected=f"{expected[0]}×{expected[1]} {mode}",
+        found=f"{found[0]}×{found[1]} {found_mode}",
+    )

@@ -22,9 +22,19 @@ from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources import left_out
-from qwen_cache.sources.columns import NO_CONTROL, NO_CONTROL_AT_ALL, check_named, given, setting
 from qwen_cache.sources.places import File, Folder, Location, base_name, overlooked, read_bytes, suffix
-from qwen_cache.sources.rows import MAX_TEXT, Draft, FieldProblems, Needs, Row
+from qwen_cache.sources.rows import (
+    MAX_TEXT,
+    NO_CONTROL,
+    NO_CONTROL_AT_ALL,
+    Draft,
+    FieldProblems,
+    Needs,
+    Row,
+    check_named,
+    given,
+    setting,
+)
 from qwen_cache.storage.remembered import RememberedFiles
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")

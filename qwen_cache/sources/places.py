@@ -1,12 +1,4 @@
-"""Files and folders, local or at any URL that fsspec reads.
-
-A local file is opened only if it is a regular one: a pipe or a device may never end. Links to folders are followed,
-except back into a folder that contains them.
-
-Paths in a table are relative to its folder. A local table may name any file and any URL; a remote one only its own
-server (on the Hugging Face hub: its own repository), and what `data.allow_urls` lists: never a file of this machine, a
-chain of addresses (`zip://a::…`), or, with the rights and from the network of whoever builds, another server.
-"""
+"""Where sources lie: folders, URLs, datasets of the hub, and the files that they name."""
 
 from __future__ import annotations
 
@@ -14,6 +6,7 @@ import io
 import os
 import posixpath
 import re
+import tempfile
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -24,10 +17,24 @@ from pathlib import Path, PureWindowsPath
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
+import yaml
+
 from qwen_cache.errors import QwenCacheError, SourceError, TooLargeError
+from qwen_cache.extras import install_command
 from qwen_cache.storage.bounds import WHOLE_FILE
 from qwen_cache.storage.files import open_file
 from qwen_cache.storage.remote import Url, location, refused_protocol
+from qwen_cache.text import one_line
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+# Files and folders, local or at any URL that fsspec reads.
+#
+# A local file is opened only if it is a regular one: a pipe or a device may never end. Links to folders are followed,
+# except back into a folder that contains them.
+#
+# Paths in a table are relative to its folder. A local table may name any file and any URL; a remote one only its own
+# server (on the Hugging Face hub: its own repository), and what `data.allow_urls` lists: never a file of this machine,
+# a chain of addresses (`zip://a::…`), or, with the rights and from the network of whoever builds, another server.
 
 Location = Path | Url
 
@@ -397,3 +404,54 @@ def _remote_folder(url: Url, probed: Iterable[str]) -> Folder:
     files = [path for path in visible if "/" not in path]
     folders = sorted({path.partition("/")[0] for path in visible if "/" in path})
     return Folder(replace(top, listing=listing), files, folders, below)
+
+
+# ---- hub -------------------------------------------------------------------------------------------------------------
+# Datasets on the Hugging Face hub by name: the files of one split, as `datasets` finds them.
+#
+# `hf://datasets/OWNER/NAME`, or with `@REVISION`. Configurations and splits are those of the dataset's page. Files are
+# read from the commit that is found, by ranges, and none is downloaded first. `datasets` runs no code of a dataset, and
+# refuses one that is a script; files outside the dataset's repository are refused here.
+
+DATASET = re.compile(r"hf://datasets/((?:[\w.-]+/)?[\w.-]+)(?:@([^/]+))?/*")
+
+
+def is_dataset(url: Url) -> bool:
+    """Whether an address names a dataset, and not a folder or a file in it."""
+    return DATASET.fullmatch(str(url)) is not None
+
+
+def dataset_files(url: Url, config_name: str | None) -> dict[str, list[Location]]:
+    """The files of each split, in order; SourceError if there is no such dataset or configuration."""
+    match = DATASET.fullmatch(str(url))
+    assert match is not None
+    by_split = _resolved(url, match[1], match[2], config_name)
+    own = re.compile(rf"hf://datasets/{re.escape(match[1])}@[^/]+/(?!(.*/)?\.\.(/|$)).+")
+    for name in (name for names in by_split.values() for name in names if not own.fullmatch(name)):
+        do = "name the files that you want to read"
+        raise SourceError("the dataset names a file outside its repository", where=url, found=name, do=do)
+    return {split: [file_at(Url(name)) for name in names] for split, names in by_split.items()}
+
+
+def _resolved(url: Url, name: str, revision: str | None, config_name: str | None) -> dict[str, list[str]]:
+    """Addresses by split. The folder that `datasets` makes for its tables is not needed afterwards."""
+    try:
+        from datasets import load_dataset_builder
+    except ImportError as error:
+        what = "a dataset on the hub needs a package that is missing"
+        raise QwenCacheError(what, where=url, found=error, do=install_command("hf")) from error
+    remote = f"hf://datasets/{name}"  # so written, it is never a local folder of that name
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            builder: Any = load_dataset_builder(remote, config_name, revision=revision, cache_dir=folder)
+            return {str(split): list(map(str, files)) for split, files in (builder.config.data_files or {}).items()}
+    except (ConnectionError, TimeoutError) as error:
+        what, do = "asking the hub for the dataset failed", "check the connection, and run the same command again"
+        raise QwenCacheError(what, where=url, found=_said(error), do=do) from error
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
+        do = "check the name; another configuration: --set data.config_name=NAME"
+        raise SourceError("the dataset cannot be read", where=url, found=_said(error), do=do) from error
+
+
+def _said(error: Exception) -> str:
+    return one_line(str(error))[:300]

@@ -1,16 +1,27 @@
-"""The output of every kind of source: rows that refer to their images, and problems.
-
-A row holds no pixels: `read` of an image returns its bytes, as often as it is called, and `str` says where they are.
-"""
+"""Rows of a source: their parts, the columns that hold these, and the values of their cells."""
 
 from __future__ import annotations
 
+import posixpath
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, Literal, Protocol
 
-from qwen_cache.errors import Problem
+from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import Phrase
+from qwen_cache.settings.load import assignment
 from qwen_cache.settings.sections import ColumnsConfig
+from qwen_cache.sources import left_out
+from qwen_cache.sources.places import Location, TableFolder
+from qwen_cache.text import shell_line
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+# The output of every kind of source: rows that refer to their images, and problems.
+#
+# A row holds no pixels: `read` of an image returns its bytes, as often as it is called, and `str` says where they are.
 
 MAX_TEXT = 1 << 17
 """Bytes of a prompt. A transformer has positions for some 4,000 tokens; and the metadata of a sample stay below their
@@ -157,3 +168,367 @@ def unique(name: str, taken: dict[str, int]) -> str:
         free = f"{name}#{taken[name]}"
     taken[free] = 1
     return free
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+# The columns of a table by role, and its rows as drafts of samples.
+#
+# `data.columns` names the columns; those that it leaves out are recognised by their names. Unknown columns are ignored,
+# unless the name resembles that of a control or a mask: no typo may drop one. A value of an image column is a path, or
+# the image itself; several controls may be a list. `prompts` is a list of captions, and each becomes a sample: a sample
+# stays one range of bytes with one key, as batches, `merge --select` and changed captions need. It costs little:
+# samples about the same images are encoded consecutively, so that images and prefix run once, and compression works
+# within a sample only.
+
+LIST_COLUMNS = ("prompts", "captions", "edited_prompt_list")
+"""The names of columns that hold a list of captions."""
+
+COLUMNS = {
+    "target": (
+        *("path_target", "target", "target_image", "target_img", "image", "image_path", "file_name"),
+        *("edited", "edited_image", "edited_img", "output_image", "output_img", "after", "after_image"),
+    ),
+    "control": (
+        *("path_control", "control", "control_image", "control_images", "control_path", "edit_image"),
+        *("input_image", "input_images", "input_img", "source_image", "source_img", "src_img"),
+        *("original_image", "original_img", "before", "before_image"),
+    ),
+    "mask": ("path_mask", "mask", "mask_image", "mask_img", "mask_path", "control_mask", "edit_mask"),
+    "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", "edit_instruction", *LIST_COLUMNS),
+    "phrase": ("phrase", "edit_phrase"),
+}
+"""Roles, and their column names in qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and published datasets of
+edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
+TO_GENERATE = {"seed": ("seed",), "width": ("width",), "height": ("height",)}
+"""Columns of numbers, in tables of images to generate alone: others may have numbers of these names too."""
+LEFT_OUT = {left_out.COLUMN: (left_out.COLUMN,)}
+"""The column that leaves rows out; a column that `data.columns` names is another."""
+GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
+"""Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
+names above."""
+NOT_OF_EDITS = ("image", "image_path", "file_name")
+"""Names of targets that say nothing about an edit: `source` beside them need not be a control."""
+FILE_NAMES = ("_file_name", "_file_names")
+"""Suffixes of columns of paths in imagefolder."""
+
+HALVES = re.compile(r"[\ud800-\udfff]")
+"""Half an emoji, left by programs that truncate captions: it cannot be stored as UTF-8."""
+
+NO_CONTROL = "set data.allow_no_control=true if it is meant to have none"
+NO_CONTROL_AT_ALL = "or set data.allow_no_control=true if no image is meant to have one"
+"""Advice for targets without controls, which become text to image."""
+
+Columns = dict[str, list[str]]
+"""The columns of a table by role."""
+
+Record = tuple[str, dict[str, Any]]
+"""A row of a table: its location for messages, and its values by column, which are text or embedded images."""
+
+
+def role_of(name: str) -> tuple[str | None, int | None]:
+    """The role of a column by its name, and its number: `control_2` is (`control`, 2)."""
+    return _role_among(COLUMNS, name)
+
+
+def _role_among(known: dict[str, tuple[str, ...]], name: str) -> tuple[str | None, int | None]:
+    stem, number = _split_number(name)
+    role = next((role for role, aliases in known.items() if stem in aliases), None)
+    return (role, number) if number is None or role == "control" else (None, None)
+
+
+def find_columns(
+    names: Sequence[str], where: Location, needs: Needs, noun: str = "column", found: Sequence[str] = ()
+) -> Columns:
+    """The columns by role, the controls in the order of their numbers; SourceError if they are ambiguous.
+
+    In messages, a column is called `noun`, and those that exist are `found` (by default `names`).
+    """
+    named = given(needs.columns)
+    check_named(named, names, where, noun)
+    known = COLUMNS | LEFT_OUT | (TO_GENERATE if needs.to_generate else {})
+    columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
+    taken = {name for listed in named.values() for name in listed}
+    unknown: list[str] = []
+    for name in names:
+        role, number = _role_among(known, name)
+        if role is None and name not in taken:
+            unknown.append(name)
+        elif role is not None and name not in taken and role not in named:
+            _add(columns, role, number, name, where, noun)
+    for role, needed in (("target", needs.target), ("prompt", needs.prompt), ("control", needs.some_control)):
+        if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
+            _add_generic(columns, role, unknown, where, noun)
+        if needed and not columns[role]:
+            more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
+            raise _no_column(role, found or names, unknown, where, noun, more)
+    if not (columns["target"] or columns["control"] or needs.to_generate):
+        raise _no_column("target", found or names, unknown, where, noun)
+    _check_unknown(unknown, named, where, noun)
+    _check_controls(columns["control"], where, needs.takes_control)
+    return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
+
+
+def given(columns: ColumnsConfig) -> Columns:
+    """The names of `data.columns` by role, without the roles that it leaves out."""
+    named = {role: [name] if isinstance(name, str) else name for role, name in columns}
+    return {role: listed for role, listed in named.items() if listed is not None}
+
+
+def check_named(named: Columns, names: Sequence[str], where: Location, noun: str) -> None:
+    """SourceError if the source lacks a name of `data.columns`, has it twice, or it has two roles."""
+    roles: dict[str, str] = {}
+    for role, name in [(role, name) for role, listed in named.items() for name in listed]:
+        if names.count(name) != 1:
+            what = f"data.columns.{role} names the {noun} {name!r}, " + (
+                f"and {names.count(name)} have this name" if name in names else "which does not exist"
+            )
+            near = nearest(name, names)
+            do = f"did you mean {near!r}? {setting(role, near)}" if near else f"name one of these {noun}s"
+            do = "rename one of them" if name in names else do
+            raise SourceError(what, where=where, found=", ".join(map(repr, names)) or "none", do=do)
+        if name in roles:
+            what = f"data.columns names the {noun} {name!r} twice, for the {roles[name]} and for the {role}"
+            raise SourceError(what, where=where, expected="one role", do="correct one of them")
+        roles[name] = role
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The most similar other name, if any is; capitals count little."""
+    by_lower = {each.lower(): each for each in names if each != name}
+    return next((by_lower[each] for each in get_close_matches(name.lower(), by_lower, 1)), None)
+
+
+def setting(role: str, *names: str) -> str:
+    """The option that names the columns of a role."""
+    value = names[0] if len(names) == 1 else list(names)
+    return shell_line(["--set", assignment(f"data.columns.{role}", value)])
+
+
+def _add(
+    columns: dict[str, dict[int, str]], role: str, number: int | None, name: str, where: Location, noun: str
+) -> None:
+    twin = columns[role].get(number or 0)
+    columns[role][number or 0] = name
+    if twin is not None:
+        what = f"two {noun}s hold the same {role}: {twin!r} and {name!r}"
+        do = f"name the right one: {setting(role, twin)} or {setting(role, name)}"
+        if role == "control":
+            do += f"; or both in their order: {setting(role, twin, name)}"
+        if role in LEFT_OUT or twin == name:
+            do = "rename or remove one of them"
+        raise SourceError(what, where=where, expected="one", do=do)
+
+
+def _wants_generic(role: str, targets: dict[int, str], needs: Needs) -> bool:
+    """Whether a role without a column may have one of a `GENERIC` name."""
+    if role != "control":
+        return bool(getattr(needs, role))
+    return needs.control or (needs.takes_control and _stem(targets.get(0, "")) not in NOT_OF_EDITS)
+
+
+def _add_generic(columns: dict[str, dict[int, str]], role: str, unknown: list[str], where: Location, noun: str) -> None:
+    for name in list(unknown):
+        found, number = _role_among({role: GENERIC[role]}, name)
+        if found:
+            _add(columns, role, number, name, where, noun)
+            unknown.remove(name)
+
+
+def _stem(name: str) -> str:
+    return _split_number(name)[0]
+
+
+@lru_cache(1 << 10)
+def _split_number(name: str) -> tuple[str, int | None]:
+    """The name in lower case, without imagefolder's suffix, and its number: `Control_2` is (`control`, 2)."""
+    name = name.strip().lower()
+    for ending in FILE_NAMES:
+        name = name.removesuffix(ending)
+    stem, _, number = name.rpartition("_")
+    return (stem, int(number)) if stem and number.isdecimal() else (name, None)
+
+
+def _no_column(
+    role: str, names: Sequence[str], unknown: list[str], where: Location, noun: str, more: str = ""
+) -> SourceError:
+    known = (*COLUMNS[role], *GENERIC.get(role, ()))
+    near = [(name, like) for name in unknown for like in get_close_matches(_stem(name), known, 1)]
+    do = f"rename {near[0][0]!r} to {near[0][1]!r}, or name it: " if near else f"add it, or name the right {noun}: "
+    return SourceError(
+        f"no {noun} holds the {role}",
+        where=where,
+        expected=" or ".join(known),
+        found=", ".join(map(repr, names)) or "an empty first line",
+        do=do + setting(role, near[0][0] if near else "NAME") + more,
+    )
+
+
+def _check_unknown(unknown: Iterable[str], named: Columns, where: Location, noun: str) -> None:
+    """SourceError if an unknown column resembles a control or a mask: a typo must not drop it."""
+    open_roles = [role for role in ("control", "mask") if role not in named]
+    known = [name for role in open_roles for name in COLUMNS[role]]
+    for name in unknown:
+        stem = _stem(name)
+        near = get_close_matches(
+            stem, known, 1, 0.85
+        )  # `contol` (0.92) is a typo, `source_id` (0.84) is no `source_img`
+        near += [like for like in known if sorted(like) == sorted(stem)]  # but `maks` (0.75) is one
+        near += [word for word in open_roles if word in stem.split("_")]
+        if near:
+            role = "mask" if near[0] in COLUMNS["mask"] else "control"
+            like = near[0] + (name.strip()[len(stem) :] if role == "control" else "")  # with its number
+            raise SourceError(
+                f"the {noun} {name!r} is unknown, and resembles {like!r}",
+                where=where,
+                expected=", ".join(known),
+                do=f"rename it to {like!r}; if it holds no {role}, rename it to something else, or name the {role}: "
+                + setting(role, "NAME"),
+            )
+
+
+def _check_controls(controls: dict[int, str], where: Location, takes_control: bool) -> None:
+    listed = ", ".join(repr(controls[number]) for number in sorted(controls))
+    if controls and not takes_control:
+        raise SourceError(
+            "there is a control column, but a text-to-image model takes no controls",
+            where=where,
+            expected="targets, prompts and masks only",
+            found=listed,
+            do=f"choose an editing model, or ignore the column: {setting('control', '[]')}",
+        )
+    first = min(controls, default=0)
+    if first > 1 or sorted(controls) != list(range(first, first + len(controls))):
+        raise SourceError(
+            "the control columns have a gap",
+            where=where,
+            expected="numbers in a row, from 0 or 1; the one without a number counts as 0",
+            found=listed,
+            do="add the one that is missing, or rename them",
+        )
+
+
+def read_rows(
+    records: Iterable[Record | Problem], columns: Columns, folder: TableFolder, taken: dict[str, int]
+) -> Iterator[Problem | Draft]:
+    """The rows of a table in `folder` as drafts; `taken` has the names so far.
+
+    A row without target is an image to generate; if it may have a seed, it need not have a control either.
+    """
+    for record in records:
+        yield record if isinstance(record, Problem) else read_row(*record, columns, folder, taken)
+
+
+def read_row(where: str, values: dict[str, Any], columns: Columns, folder: TableFolder, taken: dict[str, int]) -> Draft:
+    """One row, whose names are added to `taken`."""
+    field_problems: FieldProblems = {}
+    cells: dict[str, list[Any]] = {role: [] for role in columns}
+    for role, column in [(role, column) for role, listed in columns.items() for column in listed]:
+        read = _flag if role in LEFT_OUT else _number if role in TO_GENERATE else _items
+        cells[role] += read(role, column, values.get(column), field_problems)
+    is_left_out = any(cells.get(left_out.COLUMN, ()))
+    phrase = cells["phrase"][0] if cells["phrase"] else ""
+    mask, controls, prompts = cells["mask"], cells["control"], cells["prompt"] or [""]
+    while controls and not controls[-1]:
+        controls.pop()
+    target = cells["target"][0] if columns["target"] else ""
+
+    def unusable(what: str, do: str) -> Draft:
+        samples = tuple(Row(_numbered(where), where, None, (), None, prompt) for prompt in prompts)
+        return Draft(samples, {}, phrase, is_left_out, Problem(where, what, do))
+
+    if "" in controls:
+        what = f"control {controls.index('') + 1} is empty, but a later one is {controls[-1]}"
+        field_problems.setdefault("control", (what, "move the later ones up: their order is what the model sees"))
+    needed = target if columns["target"] else controls
+    if not needed and not columns.keys() & TO_GENERATE.keys():
+        role = "target" if columns["target"] else "control"
+        what, do = f"the {role} {columns[role][0]!r} is empty", "name an image, or remove the row"
+        return unusable(*field_problems.get(role, (what, do)))
+    try:
+        images = [_image(value, folder) for value in filter(None, controls)]
+        shown, painted = (_image(it, folder) if it else None for it in (target, mask[0] if mask and target else ""))
+    except SourceError as error:
+        return unusable(error.fault, error.do or "correct the path")
+    named = next(filter(None, (target, *controls)), None)
+    name = _numbered(where) if named is None else folder.name(named) if isinstance(named, str) else named.name
+    size = _size(cells, field_problems)
+    seed = next(iter(cells.get("seed", [])), None)
+    given = where, shown, tuple(images), painted
+    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size) for prompt in prompts)
+    return Draft(samples, field_problems, phrase, is_left_out)
+
+
+def _size(cells: dict[str, list[Any]], field_problems: FieldProblems) -> tuple[int, int] | None:
+    width, height = (next(iter(cells.get(each, [])), None) for each in ("width", "height"))
+    if (width is None) != (height is None) and not field_problems.keys() & {"width", "height"}:
+        what = f"the {'height' if height is None else 'width'} is missing"
+        field_problems.setdefault("size", (what, "give both, or neither"))
+    return None if width is None or height is None else (width, height)
+
+
+def _numbered(where: str) -> str:
+    """The name of a row without images: `prompts/12` for line 12 of data/prompts.csv, `0/cat` for data/0.tar:cat."""
+    table, number = re.split(r"[:\[](?=[^:\[]+$)", where)
+    name = re.split(r"[/\\]", table)[-1]
+    return f"{posixpath.splitext(name)[0]}/{number.rstrip(']')}"
+
+
+def _image(value: str | Embedded, folder: TableFolder) -> Readable:
+    return folder.image(value) if isinstance(value, str) else value
+
+
+def _items(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[Any]:
+    """The values of one cell: stripped text, or images; "" for an empty or unusable one."""
+    several = role == "prompt" and has_captions(column, value)
+    if isinstance(value, str) and not several:
+        return [_item(role, column, value, field_problems)]
+    if several and not (isinstance(value, list) and value):
+        field_problems[role] = (
+            f"the {role} {column!r} is {value!r}, expected a list of texts",
+            "write one or more captions",
+        )
+        return [""]
+    items = (value or [None]) if isinstance(value, list) and (several or role == "control") else [value]
+    return [_item(role, column, item, field_problems) for item in items]
+
+
+def has_captions(column: str, value: Any) -> bool:
+    """Whether a cell of prompts must be a list of captions: by the name of the column, unless `data.columns` has it."""
+    return _stem(column) in LIST_COLUMNS or (isinstance(value, list) and role_of(column)[0] != "prompt")
+
+
+def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> Any:
+    if role != "prompt" and hasattr(item, "read"):
+        return item
+    text = item if isinstance(item, str) else ""
+    if (item is not None and text != item) or (not text.isascii() and HALVES.search(text)):
+        what = f"the {role} {column!r} is {_short(item)}, expected text"
+        field_problems[role] = what, "correct it; text stands in double quotes"
+    return text.strip()
+
+
+def _flag(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[bool]:
+    """Whether one cell says yes."""
+    yes = left_out.is_yes(value)
+    if yes is None:
+        expected = f"expected {', '.join(left_out.YES)}, or {', '.join(filter(None, left_out.NO))} or nothing"
+        field_problems[role] = f"{column!r} is {_short(value)}, {expected}", "correct it, or leave it empty"
+    return [bool(yes)]
+
+
+def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[int | None]:
+    """The number of one cell, None for an empty one."""
+    text = str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+    if value is None or not text:
+        return [None]
+    least, most = (0, MAX_SEED) if role == "seed" else (MIN_SIDE, MAX_SIDE)
+    if isinstance(value, bool) or not re.fullmatch(r"\d{1,19}", text) or not least <= int(text) <= most:
+        what = f"the {role} {column!r} is {_short(value)}, expected a whole number from {least} to {most}"
+        field_problems[role] = what, "correct it, or leave it empty"
+        return [None]
+    return [int(text)]
+
+
+def _short(value: Any) -> str:
+    shown = repr(value[:60] if isinstance(value, bytes) else value)
+    return shown if len(shown) <= 200 else shown[:200] + "…"

@@ -26,13 +26,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.settings.sections import ColumnsConfig
-from qwen_cache.sources.columns import (
+from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.sources.places import Location, RangeFile, TableFolder, check_name, open_regular, parent, read_range
+from qwen_cache.sources.rows import (
     COLUMNS,
     GENERIC,
     LEFT_OUT,
     LIST_COLUMNS,
+    MAX_TEXT,
     NO_CONTROL,
     Columns,
+    Draft,
+    Needs,
     Record,
     check_named,
     find_columns,
@@ -41,17 +46,6 @@ from qwen_cache.sources.columns import (
     role_of,
     setting,
 )
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import (
-    Location,
-    RangeFile,
-    TableFolder,
-    check_name,
-    open_regular,
-    parent,
-    read_range,
-)
-from qwen_cache.sources.rows import MAX_TEXT, Draft, Needs
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.storage.remote import BLOCK, Url
 from qwen_cache.text import parse_json

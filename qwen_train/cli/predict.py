@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.extras import installed, require
-from qwen_cache.format.cache import Cache, Sample, open_configured
-from qwen_cache.format.find import find_sample
+from qwen_cache.format.cache import Cache, Sample, find_sample, open_configured
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.terminal import FAILED, FAULTS, INTERRUPTED, console, plural, print_json, print_problems, verbatim

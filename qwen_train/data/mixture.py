@@ -22,9 +22,8 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.index import INDEX_NAME, IndexRow
-from qwen_cache.format.keys import Words, hash_words
 from qwen_cache.format.manifest import Recipe
-from qwen_cache.format.rows import taken
+from qwen_cache.format.rows import Words, hash_words, taken
 from qwen_cache.models.family import same_inputs
 from qwen_cache.settings.sections import CacheConfig, WeightedCache
 

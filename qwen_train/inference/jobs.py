@@ -20,15 +20,13 @@ from PIL import Image, PngImagePlugin
 
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.grounding.phrase import parse
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.sections import DataConfig
-from qwen_cache.sources.captions import PLACEHOLDER, Captions
-from qwen_cache.sources.detect import Readable, read_source
+from qwen_cache.sources.captions import PLACEHOLDER, Captions, parse
+from qwen_cache.sources.detect import Readable, read_source, reading
 from qwen_cache.sources.images import open_rgb, open_rgba
 from qwen_cache.sources.places import File
-from qwen_cache.sources.reading import reading
 from qwen_cache.storage.files import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, counting

@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.models.encoders import from_config
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import from_config
 from qwen_cache.terminal import console
 from qwen_cache.text import plain
 from qwen_train.lora.export import add_to_weights, attach, check_fit

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from qwen_cache.encode.latents import vae_class
 from qwen_cache.encode.tiles import VaeThatFits
 from qwen_cache.models.devices import torch_dtype
+from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
-from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.flow import NoiseSchedule
 from qwen_train.inference.devices import Devices, Offload, check_offload, memory_for

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.encoders import from_config
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import from_config
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.terminal import plural
 from qwen_train.inference.devices import Devices, check_offload

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.models.encoders import from_config
 from qwen_cache.models.folder import read_config
-from qwen_cache.models.loading import from_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.files import WeightedLora, find_assistant
 from qwen_train.lora.names import DOWN, UP

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.models.devices import FRAGMENTATION
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
-from qwen_cache.models.live_bytes import FRAGMENTATION
 from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig

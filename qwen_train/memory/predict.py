@@ -24,11 +24,18 @@ from torch.overrides import TorchFunctionMode
 from qwen_cache.batching import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.models.devices import (
+    FRAGMENTATION,
+    ON_DEVICE,
+    QUANTIZATIONS,
+    RESERVED,
+    LiveBytes,
+    Quantization,
+    flash_attention,
+    piece_sizes,
+)
+from qwen_cache.models.encoders import from_config
 from qwen_cache.models.family import Family, family_of_transformer
-from qwen_cache.models.live_bytes import FRAGMENTATION, RESERVED, LiveBytes, flash_attention
-from qwen_cache.models.loading import from_config
-from qwen_cache.models.offload import ON_DEVICE, piece_sizes
-from qwen_cache.models.quantized_linear import QUANTIZATIONS, Quantization
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import LoraConfig, TrainConfig
 from qwen_train.data.batches import Batches, TokenPlaces, in_order

@@ -2,7 +2,7 @@
 
 Results are those of the layers they replace, within the rounding of the dtype.
 
-- `QuantizedLinear` (`qwen_cache/models/quantized_linear.py`) in place of torchao's layer, which keeps its unpacked
+- `QuantizedLinear` (`qwen_cache/models/devices.py`) in place of torchao's layer, which keeps its unpacked
   weight.
 - `UnpackedLinear`: the same for diffusers' linear layer of a GGUF file. Its weight becomes a plain tensor of bytes,
   which can be offloaded.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qwen_cache.models.quantized_linear import QuantizedLinear, has_weight_only_rows
+from qwen_cache.models.devices import QuantizedLinear, has_weight_only_rows
 
 
 def replace_layers(transformer: nn.Module) -> None:

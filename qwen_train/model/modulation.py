@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import QWEN_IMAGE_21
-from qwen_cache.models.files import shards_of
+from qwen_cache.models.folder import shards_of
 from qwen_cache.models.single_file import SingleFile
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import allocate, cache_home, sync, whole_file

@@ -1,4 +1,4 @@
-"""Block offloading in training (`qwen_cache/models/offload.py`): frozen weights wait in host memory.
+"""Block offloading in training (`qwen_cache/models/devices.py`): frozen weights wait in host memory.
 
 The trained LoRA is always on the device. `check_settings` refuses settings that would keep the weights of more blocks
 on the device, or that move weights themselves.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.offload import WaitingBlocks, there_and_back
+from qwen_cache.models.devices import WaitingBlocks, there_and_back
 from qwen_cache.settings.load import Config
 
 OFF = "set train.offload_blocks=0"

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from qwen_cache.errors import ModelError, first_line
+from qwen_cache.models.encoders import from_config
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.loading import from_config
-from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile
-from qwen_cache.models.tensor_headers import StoredTensor
+from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile, StoredTensor
 
 DTYPES = {
     "F32": torch.float32,

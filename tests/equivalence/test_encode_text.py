@@ -27,9 +27,9 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.errors import ModelError
+from qwen_cache.models.encoders import ImageOnlyQwen2VLProcessor
 from qwen_cache.models.family import PIPELINES as KNOWN
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
-from qwen_cache.models.processor import ImageOnlyQwen2VLProcessor
 from tests.support.judge import (
     LONG,
     PIPELINES,

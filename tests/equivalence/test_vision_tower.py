@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from qwen_cache.encode.text import TextEncoder, TextRequest
-from qwen_cache.models import vision_tower
+from qwen_cache.models import encoders
+from qwen_cache.models.encoders import batch_windows, load_text_encoder
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
-from qwen_cache.models.text_encoder import load_text_encoder
-from qwen_cache.models.vision_tower import batch_windows
 from tests.support.judge import TinyModel, assert_same
 from tests.support.marks import slow
 from tests.support.text_encoder import images
@@ -73,9 +72,9 @@ def test_windows_of_one_length_share_a_call(
     tower = tower_of(tiny_model(variant), torch.float32)
     batch_windows(tower)
     calls = []
-    attend = vision_tower.scaled_dot_product_attention
+    attend = encoders.scaled_dot_product_attention
     monkeypatch.setattr(
-        vision_tower, "scaled_dot_product_attention", lambda *a, **named: calls.append(a) or attend(*a, **named)
+        encoders, "scaled_dot_product_attention", lambda *a, **named: calls.append(a) or attend(*a, **named)
     )
     features(tower, inputs_for(tower, [(28, 28), (16, 16), (28, 28)]))
     assert len(calls) == tower.config.depth // 2 * sum(per_layer)  # every other layer attends to whole images
@@ -101,7 +100,7 @@ def test_an_encoder_on_an_accelerator_uses_it_and_one_on_the_cpu_does_not(
     monkeypatch.setattr("qwen_cache.encode.text.is_accelerator", lambda device: True)
     encoder = TextEncoder(model, CPU, torch.float32, attend=True)
     names = [each.model.visual.config._attn_implementation for each in (on_cpu, encoder)]
-    assert names == ["sdpa", vision_tower.ATTENTION]
+    assert names == ["sdpa", encoders.ATTENTION]
     assert encoder.model.config.text_config._attn_implementation == "sdpa"
     pair = images(2) if variant == "edit-plus" else [each.resize((128, 96)) for each in images(2)]
     stock, ours = (each.encode([TextRequest(each.inputs(pair), "make it blue", ())])[0] for each in (on_cpu, encoder))

@@ -15,7 +15,7 @@ import torch
 
 from .build import extension
 
-OFFLOADING = "qwen_cache/models/offload.py"
+OFFLOADING = "qwen_cache/models/devices.py"
 
 
 @contextmanager

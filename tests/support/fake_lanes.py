@@ -12,8 +12,7 @@ from qwen_cache.cli import build as build_command
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, token_count
-from qwen_cache.format.tensor import TensorSpec
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 
 PROMPT_ROWS = 20
 

@@ -13,8 +13,8 @@ from qwen_cache import open_cache
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import IndexRow, write_index
 from qwen_cache.format.manifest import IndexFile
+from qwen_cache.format.sample import TensorSpec
 from qwen_cache.format.shard import ShardWriter
-from qwen_cache.format.tensor import TensorSpec
 
 Tensors = dict[str, Any]
 """NumPy arrays by name, as they are stored."""

@@ -18,9 +18,8 @@ from qwen_cache.encode.builder import BuildJob
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, token_count
+from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
-from qwen_cache.format.tensor import TensorSpec
 
 
 class NodeLanes(AbstractContextManager[Any]):

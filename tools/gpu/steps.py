@@ -16,7 +16,7 @@ import torch
 from bench_memory import random_batch
 from torch.utils._triton import has_triton
 
-from qwen_cache.models.live_bytes import RESERVED
+from qwen_cache.models.devices import RESERVED
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
 from qwen_train.loss import compute_loss

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qwen_cache.errors import SourceError
-from qwen_cache.sources.detect import METADATA_TABLES
-from qwen_cache.sources.listing import Entry
+from qwen_cache.sources.detect import METADATA_TABLES, Entry
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.rows import Readable
 

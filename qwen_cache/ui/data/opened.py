@@ -19,12 +19,19 @@ from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources import left_out
-from qwen_cache.sources.detect import METADATA_TABLES, drafts_of, read_drafts
+from qwen_cache.sources.detect import (
+    METADATA_TABLES,
+    Entry,
+    Listing,
+    as_entry,
+    drafts_of,
+    needs_of,
+    read_drafts,
+    reading,
+    without_gc,
+)
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
-from qwen_cache.sources.garbage import without_gc
-from qwen_cache.sources.listing import Entry, Listing, as_entry
 from qwen_cache.sources.places import Location
-from qwen_cache.sources.reading import needs_of, reading
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.remote import Url
 from qwen_cache.ui.data.inside import check_links, readable

@@ -17,13 +17,12 @@ from starlette.responses import Response
 
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED
+from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED, Entry
 from qwen_cache.sources.images import upright_size
-from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
-from qwen_cache.sources.text_table import READERS
+from qwen_cache.sources.tables import READERS
 from qwen_cache.storage.remote import Url
 from qwen_cache.text import plain
 from qwen_cache.ui.build_command import Form, build_of

@@ -20,8 +20,8 @@ from PIL import Image
 
 from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.sources.detect import Entry
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
-from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.files import replace, unless_in_use
 from qwen_cache.storage.remote import Url

@@ -27,8 +27,8 @@ import PIL
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.extras import __version__
 from qwen_cache.format.identity import content_hash
+from qwen_cache.sources.detect import Entry
 from qwen_cache.sources.images import open_mask, open_rgb
-from qwen_cache.sources.listing import Entry
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.ui.decoding import decoded

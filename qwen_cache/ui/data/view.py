@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qwen_cache.sources.listing import Entry
+from qwen_cache.sources.detect import Entry
 
 Positions = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
