@@ -18,10 +18,10 @@ from qwen_cache.errors import FormatError, QwenCacheError
 from qwen_cache.extras import __version__
 
 if TYPE_CHECKING:
+    from qwen_cache.experimental.attention import FrozenQwen
+    from qwen_cache.experimental.masks import difference_mask
     from qwen_cache.format.cache import Cache, Sample, open_cache
     from qwen_cache.format.verify import verify_cache
-    from qwen_cache.grounding.difference import difference_mask
-    from qwen_cache.grounding.frozen_qwen import FrozenQwen
 
 __all__ = [
     "Cache",
@@ -37,9 +37,9 @@ __all__ = [
 
 _HOMES = {
     "Cache": "qwen_cache.format.cache",
-    "FrozenQwen": "qwen_cache.grounding.frozen_qwen",
+    "FrozenQwen": "qwen_cache.experimental.attention",
     "Sample": "qwen_cache.format.cache",
-    "difference_mask": "qwen_cache.grounding.difference",
+    "difference_mask": "qwen_cache.experimental.masks",
     "open_cache": "qwen_cache.format.cache",
     "verify_cache": "qwen_cache.format.verify",
 }

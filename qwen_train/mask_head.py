@@ -17,9 +17,18 @@ import torch
 from torch.nn.functional import interpolate
 
 from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.experimental.masks import (
+    HeadMetadata,
+    MaskedSamples,
+    TrainSettings,
+    encoder_of,
+    iou,
+    masked_positions,
+    no_masked_samples,
+    save_head,
+    train_head,
+)
 from qwen_cache.format.cache import Cache
-from qwen_cache.grounding.cached import MaskedSamples, masked_positions, no_masked_samples
-from qwen_cache.grounding.head import HeadMetadata, TrainSettings, encoder_of, iou, save_head, train_head
 from qwen_cache.settings.sections import MaskHeadConfig
 from qwen_cache.storage.files import make_folder
 from qwen_cache.terminal import console, plural, progress

@@ -25,7 +25,7 @@ from tools import make_tree
 from .support.commands import HEAVY, command
 from .support.paths import ROOT
 
-LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train", "qwen_train.cli", "qwen_cache.importers", "qwen_cache.html.page")
+LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train", "qwen_train.cli", "qwen_cache.trainers", "qwen_cache.html.page")
 """`--help` takes less than half a second because these import nothing large."""
 TORCHLESS = (
     *(
@@ -148,7 +148,7 @@ def test_no_file_chooses_what_reads_it() -> None:
                 arguments = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
                 found[path.relative_to(ROOT).as_posix(), name] = arguments.get(NAMES_ITS_PARSER.get(name))
     assert found == {
-        ("qwen_cache/importers/source.py", "torch.load"): "True",
+        ("qwen_cache/trainers/files.py", "torch.load"): "True",
         ("qwen_cache/models/encoders.py", "AutoTokenizer.from_pretrained"): "False",
         ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
         ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",

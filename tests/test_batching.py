@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache.encode import micro_batches
-from qwen_cache.encode.micro_batches import MEMORY_FRACTION, Batcher, Lane, MemoryBudget, Turns
+from qwen_cache.encode import lanes as micro_batches
+from qwen_cache.encode.lanes import MEMORY_FRACTION, Batcher, Lane, MemoryBudget, Turns
 from qwen_cache.errors import DeviceError, SourceError
 
 from .support.waiting import HANG

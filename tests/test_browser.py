@@ -24,10 +24,9 @@ from PIL import Image
 
 from qwen_cache import open_cache
 from qwen_cache.format.cache import Sample
+from qwen_cache.inspect import page
 from qwen_cache.inspect import page as document
-from qwen_cache.inspect import page_files
-from qwen_cache.inspect.flags import Flagged
-from qwen_cache.inspect.images import TitledImage
+from qwen_cache.inspect.flags import Flagged, TitledImage
 from qwen_cache.inspect.page import write_page
 from qwen_cache.inspect.summary import Survey, survey
 
@@ -184,7 +183,7 @@ def write_split(path: Path, *arguments: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(document, "ONE_FILE", 0)
         for name, samples in (("CHUNK", 32), ("PACK", 4), ("SECTION", 64), ("BUCKET", 4)):
-            patch.setattr(page_files, name, samples)
+            patch.setattr(page, name, samples)
         write_page(path, *arguments)
 
 

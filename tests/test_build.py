@@ -614,7 +614,7 @@ def test_both_encoders_work_at_the_same_time(
 @pytest.mark.parametrize(("vae", "text"), [("cpu,cpu", "cpu"), ("cpu", "cpu,cpu"), ("cpu,cpu,cpu", "cpu, cpu")])
 def test_several_devices_give_the_same_bytes(vae: str, text: str, pairs: Path, tmp_path: Path, model: Path) -> None:
     """And each copy of an encoder gets work."""
-    from qwen_cache.encode.micro_batches import Lane
+    from qwen_cache.encode.lanes import Lane
 
     used: set[int] = set()
     send = Lane.send

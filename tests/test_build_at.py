@@ -15,10 +15,10 @@ import httpx2
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.client.client import Client
-from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.errors import ConfigError, QwenCacheError, SourceError
+from qwen_cache.service.client import Client
 from qwen_cache.storage.remote import Url
 
 from .support.caches import SMALL, build, contents
@@ -207,4 +207,4 @@ def test_another_server_is_refused(body: bytes, pairs: Path, tmp_path: Path) -> 
 
 
 def test_a_client_needs_no_torch() -> None:
-    assert not imported_by("import qwen_cache.client.encoding") & set(HEAVY)
+    assert not imported_by("import qwen_cache.service.encoding") & set(HEAVY)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode import device_plan
+from qwen_cache.encode import preflight
 from qwen_cache.encode.memory import DeviceMemory, TextWork, text_lane, vae_lane
 from qwen_cache.models.devices import FRAGMENTATION, RESERVED, Placement, piece_sizes
 from qwen_cache.terminal import human_bytes
@@ -97,7 +97,7 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 
 def on_a_card(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
     """From now on this machine has cuda:0 with so much memory."""
-    monkeypatch.setattr(device_plan, "_capacity", lambda name: capacity if name == "cuda:0" else None)
+    monkeypatch.setattr(preflight, "_capacity", lambda name: capacity if name == "cuda:0" else None)
 
 
 def test_the_plan_of_a_device_that_is_not_here(pairs: Path, tmp_path: Path, model: Path) -> None:
@@ -147,8 +147,8 @@ def test_a_card_that_is_too_small_is_refused_with_what_would_fit(
 ) -> None:
     """Encoders of the real sizes; nothing is loaded."""
     on_a_card(monkeypatch, CARD)
-    real = device_plan.read_config
-    monkeypatch.setattr(device_plan, "read_config", lambda path: read_full_size(path) or real(path))
+    real = preflight.read_config
+    monkeypatch.setattr(preflight, "read_config", lambda path: read_full_size(path) or real(path))
     result = build(pairs, tmp_path / "shards", model, "--dry-run", *BOTH_ON, "--dtype", "bfloat16")
     what = r"cuda:0 has too little memory for the encoders \(expected about 1[67]\.\d GB, found 8\.6 GB\)"
     settings = ("text_offload=true", "text_quantization=int8", "text_quantization=fp8", "text_quantization=nf4")

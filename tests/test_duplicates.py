@@ -13,9 +13,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageEnhance
 
 from qwen_cache import open_cache
-from qwen_cache.inspect import duplicates
-from qwen_cache.inspect.duplicates import Signature, near_duplicates, thumbnail_signature
-from qwen_cache.inspect.flags import spikes
+from qwen_cache.inspect import flags
+from qwen_cache.inspect.flags import Signature, near_duplicates, spikes, thumbnail_signature
 from qwen_cache.sources.images import cut_thumbnails, join_thumbnails, thumbnail
 
 from .support.caches import build
@@ -140,8 +139,8 @@ def test_groups_are_those_of_comparing_one_by_one(monkeypatch: pytest.MonkeyPatc
         expected += [group] if group[1:] else []
         left = [i for i in left if i not in group]
     assert len(expected) == 18
-    monkeypatch.setattr(duplicates, "BLOCK_ROWS", block[0])
-    monkeypatch.setattr(duplicates, "BLOCK_COLUMNS", block[1])
+    monkeypatch.setattr(flags, "BLOCK_ROWS", block[0])
+    monkeypatch.setattr(flags, "BLOCK_COLUMNS", block[1])
     advanced: list[int] = []
     assert near_duplicates(signatures, advanced.append) == expected
     assert sum(advanced) == len(signatures)

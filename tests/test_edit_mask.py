@@ -19,15 +19,22 @@ from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.edit_mask import EditMasks, token_coverage
-from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.masks import MaskMaker
 from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.encode.preflight import load_lanes
+from qwen_cache.encode.recipe import EditMasks, token_coverage
+from qwen_cache.experimental.attention import FrozenQwen
+from qwen_cache.experimental.masks import (
+    HeadMetadata,
+    MaskHead,
+    difference_mask,
+    encoder_of,
+    load_head,
+    predict_mask,
+    save_head,
+)
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import Inputs
-from qwen_cache.grounding.difference import difference_mask
-from qwen_cache.grounding.frozen_qwen import FrozenQwen
-from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.models.encoders import load_processor
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model

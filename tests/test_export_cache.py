@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qwen_cache import open_cache
-from qwen_cache.exporters import writer
+from qwen_cache.trainers import convert
 
 from .support.commands import Result, refused, run
 from .support.imports import TrainerSample, import_, imported, make, write_diffusion_pipe, write_musubi, write_qflux
@@ -212,7 +212,7 @@ def test_folders_and_models_are_checked_first(
     def full_disk(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setitem(writer.TOOLS["musubi"].write.__globals__, "save_file", full_disk)
+    monkeypatch.setitem(convert.TOOLS["musubi"].write.__globals__, "save_file", full_disk)
     result = export(cache, "musubi", tmp_path / "out", *NO_EMPTY, "--leave-out", "edit_mask")
     assert (result.code, list(tmp_path.iterdir())) == (2, [tmp_path / "full"])
 

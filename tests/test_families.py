@@ -9,7 +9,7 @@ from pathlib import Path
 import diffusers
 import pytest
 
-from qwen_cache.encode.latents import LATENT_SPACES
+from qwen_cache.encode.vae import LATENT_SPACES
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.encoders import MODELS, PROCESSORS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache.encode.decode import load_vae
+from qwen_cache.encode.vae import load_vae
 from qwen_cache.models.devices import full_float32
 from qwen_cache.models.encoders import load_text_encoder
 from qwen_cache.models.folder import open_model

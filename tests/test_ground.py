@@ -15,9 +15,8 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
-from qwen_cache.grounding.frozen_qwen import FrozenQwen
-from qwen_cache.grounding.head import HeadMetadata, MaskHead, load_head, predict_mask, save_head
-from qwen_cache.grounding.refine import load_sam, refine
+from qwen_cache.experimental.attention import FrozenQwen, load_sam, refine
+from qwen_cache.experimental.masks import HeadMetadata, MaskHead, load_head, predict_mask, save_head
 from qwen_cache.models.encoders import load_processor, load_text_encoder
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.models.folder import open_model

@@ -22,10 +22,16 @@ from transformers import StaticCache
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.errors import ModelError, SourceError
-from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
-from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
-from qwen_cache.grounding.head import MaskHead, predict_mask
-from qwen_cache.grounding.processor import QwenImageProcessor
+from qwen_cache.experimental.attention import (
+    CHAT,
+    AttentionRows,
+    FrozenQwen,
+    ImageTokens,
+    QwenImageProcessor,
+    attention_rows,
+    image_tokens,
+)
+from qwen_cache.experimental.masks import MaskHead, predict_mask
 from qwen_cache.models.encoders import (
     MODELS,
     ImageOnlyQwen2VLProcessor,

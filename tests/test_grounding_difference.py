@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageOps
 
-from qwen_cache.grounding.difference import difference_mask
+from qwen_cache.experimental.masks import difference_mask
 
 from .support.marks import slow
 from .support.photographs import photograph

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate
 
 from qwen_cache.errors import ModelError
-from qwen_cache.grounding.head import (
+from qwen_cache.experimental.masks import (
     METADATA_KEY,
     HeadMetadata,
     MaskHead,

@@ -14,7 +14,7 @@ from transformers import Sam2Config, Sam2Model
 from transformers.models.sam.image_processing_pil_sam import SamImageProcessorPil
 
 from qwen_cache.errors import ModelError
-from qwen_cache.grounding.refine import load_sam, refine
+from qwen_cache.experimental.attention import load_sam, refine
 
 from .support.photographs import photograph
 from .support.sam import PATCH, SIDE, shaken, tiny_sam
@@ -148,7 +148,7 @@ def test_a_real_model_listens_to_image_box_and_mask(make: Any) -> None:
 def test_the_box_itself_is_heard(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, image, coarse = make(), photograph("coffee.png").resize((90, 60)), logits(20, 30, (4, 4, 12, 14))
     mask = refine(model, image, coarse)
-    monkeypatch.setattr("qwen_cache.grounding.refine._box", lambda *_: torch.tensor([[[0.0, 0.0, 64.0, 42.0]]]))
+    monkeypatch.setattr("qwen_cache.experimental.attention._box", lambda *_: torch.tensor([[[0.0, 0.0, 64.0, 42.0]]]))
     assert (refine(model, image, coarse) - mask).abs().max() > 1e-3
 
 

@@ -19,8 +19,8 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from qwen_cache.grounding.frozen_qwen import CHAT, FrozenQwen
-from qwen_cache.grounding.head import MaskHead, Sample, TrainSettings, mean_iou, train_head
+from qwen_cache.experimental.attention import CHAT, FrozenQwen
+from qwen_cache.experimental.masks import MaskHead, Sample, TrainSettings, mean_iou, train_head
 from qwen_cache.models.encoders import ImageOnlyQwen2VLProcessor
 
 from .support.paths import load_tool

@@ -22,15 +22,14 @@ import fsspec
 import pytest
 
 from qwen_cache import FormatError, QwenCacheError, open_cache
-from qwen_cache.client import client as client_module
-from qwen_cache.client import connection
-from qwen_cache.client.client import PATIENCE, Client
-from qwen_cache.client.description import Sizes
 from qwen_cache.errors import ConfigError, ServerSilentError, SourceError, TooLargeError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import sample_file
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.shard import tensor_bytes
+from qwen_cache.service import client as client_module
+from qwen_cache.service import client as connection
+from qwen_cache.service.client import PATIENCE, Client, Sizes
 from qwen_cache.settings.sections import SIZES
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage import bounds, remote

@@ -27,7 +27,7 @@ from diffusers import QwenImage21Pipeline
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image, ImageCms, features
 
-from qwen_cache.encode.latents import PROCESSOR
+from qwen_cache.encode.vae import PROCESSOR
 from qwen_cache.errors import SourceError
 from qwen_cache.sources import images
 from qwen_cache.sources import images as jpeg_xl

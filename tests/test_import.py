@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from qwen_cache import open_cache
 from qwen_cache.format.identity import canonical_json, content_hash, recipe_id, sample_key
-from qwen_cache.importers import writer
-from qwen_cache.importers.source import ImportedSample
+from qwen_cache.trainers import convert
+from qwen_cache.trainers.files import ImportedSample
 
 from .support.caches import contents
 from .support.commands import Result, run
@@ -422,8 +422,8 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path, monkeypatch: pytes
         alive.append(sum(tensor() is not None for tensor in tensors))
         return original(sample, recipe, dtype)
 
-    original = writer.describe
-    monkeypatch.setattr(writer, "describe", describe)
+    original = convert.describe
+    monkeypatch.setattr(convert, "describe", describe)
     imported("musubi", source, tmp_path / "out")
     assert len(alive) == 24  # each is read twice
     assert set(alive) == {3}  # those of one sample
@@ -433,13 +433,13 @@ def test_a_file_that_changes_between_the_readings_is_refused(
     made: list[TrainerSample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_musubi(tmp_path / "theirs", made)
-    original = writer.run
+    original = convert.run
 
     def run_later(*arguments: Any) -> Any:
         write_musubi(source, [replace(made[0], embeds=made[0].embeds + 1)])
         return original(*arguments)
 
-    monkeypatch.setattr("qwen_cache.cli.import_.run", run_later)
+    monkeypatch.setattr("qwen_cache.cli.trainers.run", run_later)
     refused(import_("musubi", source, tmp_path / "out"), "a_cat_0800x0600_qie", "changed while it was imported")
 
 

@@ -20,7 +20,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from torch import Tensor
 
 from qwen_cache import open_cache
-from qwen_cache.encode.decode import decode_images, load_vae
+from qwen_cache.encode.vae import decode_images, load_vae
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample, find_sample
 from qwen_cache.models.family import QWEN_IMAGE

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qwen_cache.encode.decode import decode_images, load_vae
+from qwen_cache.encode.vae import decode_images, load_vae
 from qwen_cache.errors import TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.models.family import QWEN_IMAGE_21

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.encode.decode import decode_latents, load_vae
-from qwen_cache.grounding.head import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
+from qwen_cache.encode.vae import decode_latents, load_vae
+from qwen_cache.experimental.masks import HeadMetadata, MaskHead, encoder_of, load_head, predict_mask, save_head
 from qwen_cache.html.grid import thumbnail
 from qwen_cache.inspect.doubtful_masks import TITLES
-from qwen_cache.inspect.images import overlaid
+from qwen_cache.inspect.flags import overlaid
 from qwen_cache.models.folder import open_model
 
 from .support.caches import build as build_cache

@@ -13,11 +13,10 @@ from PIL import Image, ImageOps
 
 from qwen_cache import open_cache
 from qwen_cache.encode.builder import BuildJob
-from qwen_cache.encode.load import load_lanes
+from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format.manifest import SHARD_PATTERN
-from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.states import State
+from qwen_cache.service.engine import Engine, State
 from qwen_cache.sources.rows import Row
 from qwen_cache.storage.remote import Url
 

@@ -19,7 +19,7 @@ import xxhash
 from PIL import ImageDraw
 
 from qwen_cache import open_cache
-from qwen_cache.grounding.head import encoder_of, iou, load_head, predict_mask
+from qwen_cache.experimental.masks import encoder_of, iou, load_head, predict_mask
 from qwen_train import mask_head
 from qwen_train.mask_head import constant_mask_iou
 

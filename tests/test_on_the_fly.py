@@ -18,7 +18,7 @@ import yaml
 from qwen_cache import open_cache
 from qwen_cache.batching import index_token_counts
 from qwen_cache.encode.builder import prepare_service
-from qwen_cache.encode.load import load_lanes
+from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import ServeConfig
 from qwen_train.data.served import ServedSamples

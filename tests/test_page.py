@@ -21,16 +21,14 @@ import torch
 from PIL import Image, ImageChops
 
 from qwen_cache import open_cache
-from qwen_cache.encode.decode import decode_latents, load_vae
+from qwen_cache.encode.vae import decode_latents, load_vae
 from qwen_cache.format.identity import content_hash
 from qwen_cache.html.page import FOLDER
 from qwen_cache.inspect import page as document
-from qwen_cache.inspect import page_files
-from qwen_cache.inspect.count import histogram
-from qwen_cache.inspect.flags import FLAGS
-from qwen_cache.inspect.images import THUMBNAIL
+from qwen_cache.inspect import page as page_files
+from qwen_cache.inspect.flags import FLAGS, THUMBNAIL
 from qwen_cache.inspect.page import FILES_SCRIPTS, SCRIPTS, evenly
-from qwen_cache.inspect.summary import survey
+from qwen_cache.inspect.summary import histogram, survey
 from qwen_cache.models.folder import open_model
 from qwen_cache.storage.files import locked, write_durably
 

@@ -22,7 +22,7 @@ from peft import LoraConfig
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from qwen_cache.encode import tiles
+from qwen_cache.encode import vae
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import load_config
@@ -436,7 +436,7 @@ def test_without_memory_it_says_for_which_part_and_what_helps(
 ) -> None:
     monkeypatch.setattr(owner, method, no_memory)
     for name in ("encode_in_tiles", "decode_in_tiles"):  # which would have helped
-        monkeypatch.setattr(tiles, name, no_memory)
+        monkeypatch.setattr(vae, name, no_memory)
     out = tmp_path / "out.png"
     result = draw(tiny_model("edit-plus"), out, "--image", image_files[0], "--num-inference-steps", "2")
     assert result.code == 2, result.stderr

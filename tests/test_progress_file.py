@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from qwen_cache import terminal
-from qwen_cache.cli.build_progress import progress_line
-from qwen_cache.encode.micro_batches import Batch, Lane, LaneState, WorkItem
+from qwen_cache.cli.build import progress_line
+from qwen_cache.encode.lanes import Batch, Lane, LaneState, WorkItem
 from qwen_cache.encode.write import Progress
 from qwen_cache.terminal import counting, progress, set_verbosity
 from qwen_train.launch import Launch, silence_others
@@ -123,7 +123,7 @@ def test_lanes_and_workers_of_a_build(file: Path, capsys: pytest.CaptureFixture[
 
 def test_a_lane_knows_its_work_and_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr("qwen_cache.encode.micro_batches.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("qwen_cache.encode.lanes.time.monotonic", lambda: clock[0])
 
     class Encoder:
         device = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.errors import ConfigError, DeviceError
-from qwen_cache.grounding.head import encoder_of
+from qwen_cache.experimental.masks import encoder_of
 from qwen_cache.models import devices
 from qwen_cache.models.devices import Kind, Nf4Linear, Placement, QuantizedLinear, check_quantization, quantize
 from qwen_cache.models.folder import ENCODER_PARTS, open_model

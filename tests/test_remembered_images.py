@@ -19,8 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from qwen_cache.encode.plan import read_again
-from qwen_cache.encode.remembered_images import RememberedImages
+from qwen_cache.encode.plan import RememberedImages, read_again
 from qwen_cache.errors import SourceError
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources import arrow, webdataset

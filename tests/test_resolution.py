@@ -15,7 +15,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFile
 
 from qwen_cache import open_cache
-from qwen_cache.encode import plan, remembered_images
+from qwen_cache.encode import plan
+from qwen_cache.encode import plan as remembered_images
 from qwen_cache.errors import SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.sources import images

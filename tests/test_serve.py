@@ -20,11 +20,10 @@ from qwen_cache.cli.serve import prepare
 from qwen_cache.encode.builder import BuildJob, plan_build
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.update import Existing
-from qwen_cache.serve.access import read_token
-from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.run import token_for
+from qwen_cache.service.app import read_token, token_for
+from qwen_cache.service.engine import Engine
+from qwen_cache.service.http import is_loopback, open_socket
 from qwen_cache.settings.sections import ServeConfig
-from qwen_cache.web import is_loopback, open_socket
 
 from .support.commands import refused, run
 from .support.serving import png, running, service_job

@@ -18,8 +18,8 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.encode.builder import BuildJob, rules
-from qwen_cache.encode.load import load_lanes
 from qwen_cache.encode.plan import PlannedSample, plan_row
+from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.errors import (
     BusyError,
     ConfigError,
@@ -31,11 +31,10 @@ from qwen_cache.errors import (
 )
 from qwen_cache.format.shard import ShardWriter
 from qwen_cache.format.staging import Destination
-from qwen_cache.serve import pool as pool_module
-from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.form import Uploaded
-from qwen_cache.serve.pool import Memory, Pool
-from qwen_cache.serve.states import State
+from qwen_cache.service import pool as pool_module
+from qwen_cache.service.engine import Engine, State
+from qwen_cache.service.pool import Memory, Pool
+from qwen_cache.service.routes import Uploaded
 
 from .support.commands import run
 from .support.fake_lanes import FakeLanes

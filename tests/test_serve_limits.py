@@ -231,8 +231,8 @@ def test_only_allowed_addresses_are_read(
 
 SERVER = """
 import sys, uvicorn
-from qwen_cache.web import address_of, open_socket
-from qwen_cache.web.connection import limits, protocol
+from qwen_cache.service.http import address_of, open_socket
+from qwen_cache.service.http import limits, protocol
 
 async def app(scope, receive, send):
     with open(sys.executable, "rb"):  # as every answer with a file does

@@ -20,7 +20,7 @@ from huggingface_hub import DatasetCard
 from PIL import Image
 
 from qwen_cache import __version__, open_cache
-from qwen_cache.encode.saved_settings import public_settings, settings_of_build
+from qwen_cache.encode.recipe import public_settings, settings_of_build
 from qwen_cache.format.manifest import with_checksum
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.remote import Url

@@ -15,7 +15,7 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.encode import write
-from qwen_cache.encode.slices import SourceSlice
+from qwen_cache.encode.plan import SourceSlice
 from qwen_cache.errors import ConfigError
 
 from .support.caches import SMALL, build

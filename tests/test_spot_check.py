@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from qwen_cache import open_cache
-from qwen_cache.encode.rounding import ONE_ROW, RMS_BOUND, difference
-from qwen_cache.encode.saved_settings import settings_of_build
-from qwen_cache.encode.spot_check import positions_in, settings_of_recipe
+from qwen_cache.encode.check import ONE_ROW, RMS_BOUND, difference, positions_in, settings_of_recipe
+from qwen_cache.encode.recipe import settings_of_build
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config, load_config
 
@@ -192,7 +191,7 @@ def test_a_name_that_two_samples_have_is_found_in_either(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_bounds_are_wider_than_rounding_and_narrower_than_a_fault(dtype: str) -> None:
-    """64 residual additions of sums of many products, in two orders: the model of `rounding.py`."""
+    """64 residual additions of sums of many products, in two orders: the model of `encode/check.py`."""
     kind = {"bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     random = torch.Generator().manual_seed(0)
     x = torch.randn(200, 96, generator=random, dtype=torch.float64)

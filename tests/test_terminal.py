@@ -340,8 +340,8 @@ def test_verbose_prints_tracebacks_and_the_time(cache: Path, tmp_path: Path, mon
 
 WRITERS = {
     "qwen_cache/terminal.py": {"print", "Console"},
-    "qwen_cache/cli/encode_worker.py": {"print"},  # its address to the trainer, through a pipe
-    "qwen_cache/serve/log.py": {"print"},  # a line of JSON for each event
+    "qwen_cache/cli/serve.py": {"print"},  # its address to the trainer, through a pipe
+    "qwen_cache/service/app.py": {"print"},  # a line of JSON for each event
     "qwen_train/data/own_server.py": {"print"},  # a token to the worker, through a pipe
 }
 

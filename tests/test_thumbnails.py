@@ -23,8 +23,7 @@ from qwen_cache.errors import ThumbnailError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.verify import _is_webp
 from qwen_cache.inspect import page as document
-from qwen_cache.inspect.duplicates import thumbnail_signature
-from qwen_cache.inspect.images import overlaid
+from qwen_cache.inspect.flags import overlaid, thumbnail_signature
 from qwen_cache.sources import images as strips
 from qwen_cache.sources.images import cut_thumbnails, join_thumbnails, over_white, thumbnail_size
 

@@ -689,7 +689,7 @@ def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments: list[str])
 
 TRAINING = """
 import sys
-import qwen_cache.cli.import_
+import qwen_cache.cli.trainers
 print("importing", *sys.modules)
 from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.settings.load import load_config

@@ -24,13 +24,13 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import load_config
 from qwen_cache.ui.access import IMAGES, Access
 from qwen_cache.ui.pages import HERE, PAGES, PATHS, STATIC
 from qwen_cache.ui.settings import options_of
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 from .support.browser import chromium, new_page
 from .support.commands import command

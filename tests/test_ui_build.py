@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 
 from qwen_cache.format.cache import open_cache
 from qwen_cache.inspect import page as document
-from qwen_cache.inspect.images import stored_images
+from qwen_cache.inspect.flags import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
 from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened

@@ -23,6 +23,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError, OutdatedError, QwenCacheError
+from qwen_cache.service.http import open_socket
 from qwen_cache.sources.detect import read_content
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.places import File
@@ -34,7 +35,6 @@ from qwen_cache.ui.decoding import Room
 from qwen_cache.ui.jobs.checks import Checked
 from qwen_cache.ui.jobs.command import Command
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import open_socket
 
 from .support.ui import opened
 from .support.waiting import HANG, wait_until

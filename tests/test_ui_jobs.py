@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
+from qwen_cache.service.http import RefusedError, answer
 from qwen_cache.storage.files import locked
 from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.jobs.command import Command
@@ -40,7 +41,6 @@ from qwen_cache.ui.jobs.process import began
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.jobs.routes import routes_of
 from qwen_cache.ui.jobs.scheduler import to_start
-from qwen_cache.web import RefusedError, answer
 
 from .support.browser import chromium, new_page
 from .support.ui import enter, served

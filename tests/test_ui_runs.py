@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from qwen_cache.service.http import RefusedError
 from qwen_cache.ui.train import folders, images, metrics
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 from .support.written_runs import KEY, write_image, write_lines, write_run
 

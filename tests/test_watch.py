@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.cli import watch as watch_command
+from qwen_cache.cli import build as watch_command
 from qwen_cache.storage.files import locked
 
 from .support.caches import build

@@ -48,7 +48,7 @@ from qwen_cache import open_cache
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
 from qwen_cache.encode.lanes import Lanes
-from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
+from qwen_cache.encode.preflight import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory

@@ -36,17 +36,17 @@ import numpy as np
 from PIL import Image
 
 from qwen_cache import open_cache
-from qwen_cache.client.client import Client
-from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding, prepare_at
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
-from qwen_cache.encode.load import load_lanes
+from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
-from qwen_cache.serve.messages import States
-from qwen_cache.serve.states import State
+from qwen_cache.service.client import Client
+from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoding, prepare_at
+from qwen_cache.service.engine import State
+from qwen_cache.service.routes import States
 from qwen_cache.settings.load import load_config
 
 TOOLS = Path(__file__).parent

@@ -34,8 +34,8 @@ import torch
 import yaml
 
 from qwen_cache import Cache, Sample, open_cache
-from qwen_cache.exporters.target import images_of
-from qwen_cache.exporters.writer import ExportPlan, ToolName, plan_export, write_export
+from qwen_cache.trainers.convert import ExportPlan, ToolName, plan_export, write_export
+from qwen_cache.trainers.files import images_of
 
 LEFT_OUT = ("empty_prompt_embeds", "edit_mask")
 COMMITS = {

@@ -42,9 +42,9 @@ from bench_serve import SETTINGS, Server, write_source
 from hostile_requests import hostile_request
 
 from qwen_cache import open_cache
-from qwen_cache.client.client import Client
 from qwen_cache.errors import QwenCacheError
-from qwen_cache.serve.messages import States
+from qwen_cache.service.client import Client
+from qwen_cache.service.routes import States
 
 CLIENTS, ATTACKERS = 4, 8
 PATIENCE = 120.0  # seconds for an answer: many times what any takes on a busy machine

@@ -285,8 +285,7 @@ def build(
     set_: Assignments = None,
 ) -> int:
     """Encode new and changed samples from SOURCE into the cache."""
-    from qwen_cache.cli.build import check_at, run_build
-    from qwen_cache.cli.watch import run_watch
+    from qwen_cache.cli.build import check_at, run_build, run_watch
     from qwen_cache.settings.load import load_config
     from qwen_cache.storage.remembered import rehashing
     from qwen_cache.storage.stores import destination
@@ -340,7 +339,7 @@ def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]
 @app.command("encode-worker", hidden=True)
 def encode_worker(settings: str) -> int:
     """A server for one trainer, `qwen-train run --encode-on-the-fly`; it ends with stdin."""
-    from qwen_cache.cli.encode_worker import run_encode_worker
+    from qwen_cache.cli.serve import run_encode_worker
     from qwen_cache.settings.load import parse_config
 
     return run_encode_worker(parse_config(settings))
@@ -666,7 +665,7 @@ def migrate(
     set_: Assignments = None,
 ) -> int:
     """Convert a cache to another format version, without the encoders."""
-    from qwen_cache.cli.migrate import run_migrate
+    from qwen_cache.cli.merge import run_migrate
     from qwen_cache.settings.load import load_config
 
     path = load_config(config, set_, [cache]).cache.path
@@ -758,7 +757,7 @@ def export(
     set_: Assignments = None,
 ) -> int:
     """Write a cache as the files of another trainer, without the encoders."""
-    from qwen_cache.cli.export import run_export
+    from qwen_cache.cli.trainers import run_export
     from qwen_cache.settings.load import load_config
 
     return run_export(
@@ -836,7 +835,7 @@ def import_(
     set_: Assignments = None,
 ) -> int:
     """Import the cache of another trainer, without the encoders."""
-    from qwen_cache.cli.import_ import run_import
+    from qwen_cache.cli.trainers import run_import
     from qwen_cache.settings.load import load_config
 
     return run_import(

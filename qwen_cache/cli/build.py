@@ -1,8 +1,4 @@
-"""Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after.
-
-A dry run prints the same plan and every reason why `build` would refuse to start. Its exit code is then 2; otherwise it
-is 0, or with `--check` 1 if there is work.
-"""
+"""`build`: options of the work, its progress, and watching a source."""
 
 from __future__ import annotations
 
@@ -10,31 +6,57 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qwen_cache.cli.build_progress import progress_line
 from qwen_cache.encode import builder, write
-from qwen_cache.encode.builder import BuildJob, Encoders, Encoding
+from qwen_cache.encode.builder import (
+    BuildJob,
+    Encoders,
+    Encoding,
+    Look,
+    bytes_to_write,
+    disk_bytes,
+    estimate,
+    free_bytes,
+    settled,
+)
+from qwen_cache.encode.check import plan_repair
 from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.device_plan import DevicePlan, has_accelerator, memory_lines, plan_devices
-from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, reusable_samples
-from qwen_cache.encode.estimate import bytes_to_write, disk_bytes, estimate, free_bytes
 from qwen_cache.encode.known_latents import KnownLatents, WithKnownLatents
-from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.encode.obstacles import changed_recipe, empty_source, full_disk, little_memory, unusable_rows
 from qwen_cache.encode.plan import BuildPlan
-from qwen_cache.encode.repair import plan_repair
-from qwen_cache.encode.saved_settings import save_settings
-from qwen_cache.encode.validation import loaded_once, prepare_with_validation
+from qwen_cache.encode.preflight import (
+    DevicePlan,
+    changed_recipe,
+    check_devices,
+    empty_source,
+    full_disk,
+    has_accelerator,
+    little_memory,
+    load_lanes,
+    memory_lines,
+    plan_devices,
+    unusable_rows,
+)
+from qwen_cache.encode.recipe import EditMasks, ReusableSamples, reusable_samples, save_settings
+from qwen_cache.encode.validation import is_wanted, loaded_once, prepare_with_validation
 from qwen_cache.encode.write import Progress
-from qwen_cache.errors import ConfigError, Notice, QwenCacheError, ShardError
+from qwen_cache.errors import (
+    ConfigError,
+    DeviceError,
+    FormatError,
+    ModelError,
+    Notice,
+    Problem,
+    QwenCacheError,
+    ShardError,
+)
 from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.format.update import Update
+from qwen_cache.format.update import Existing, Update
 from qwen_cache.options import fail
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.remote import Url
@@ -46,17 +68,75 @@ from qwen_cache.terminal import (
     counting,
     human_bytes,
     human_time,
+    message_of,
     plural,
     print_json,
     print_problems,
+    progress,
     verbatim,
 )
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
-    from qwen_cache.client.client import Client
-    from qwen_cache.encode.micro_batches import LaneState
+    from qwen_cache.encode.lanes import LaneState
+    from qwen_cache.service.client import Client
     from qwen_cache.terminal import PlainConsole
+
+# ---- build progress --------------------------------------------------------------------------------------------------
+# The progress line of `qwen-cache build`: samples, samples per second, bytes written, and the time that is left.
+#
+# A second line has the work of each lane of this machine, or the speed of each worker.
+
+MAX_RATES = 3  # workers that the line names
+
+
+@contextmanager
+def progress_line(
+    what: str, total: int, lanes: Callable[[], Sequence[LaneState]] = lambda: ()
+) -> Iterator[Callable[[Progress], None]]:
+    """A progress line, with a second one for lanes or workers; yields the function that updates it."""
+    begin, before, rates = time.monotonic(), None, dict[str, float]()
+
+    def below() -> str:
+        return _worker_rates(rates) if rates else ", ".join(map(_lane_work, lanes()))
+
+    def for_programs() -> list[dict[str, Any]]:
+        workers = [{"name": name, "samples_per_second": round(rate, 3)} for name, rate in rates.items()]
+        return [*workers, *({**asdict(lane), "busy": round(lane.busy, 2)} for lane in lanes())]
+
+    with progress(below=below, lanes=for_programs) as bar:
+        task = bar.add_task(what, total=total, count="")
+
+        def show(now: Progress) -> None:
+            nonlocal before, rates
+            done = now.finished + now.running
+            before = done if before is None else before  # finished by an earlier run
+            speed = (done - before) / max(time.monotonic() - begin, 1e-6)
+            rates = dict(now.rates) or rates
+            count = f"{done}/{total}, {speed:.2f} samples/s, {human_bytes(now.bytes)}"
+            bar.update(task, completed=done, count=count)
+
+        yield show
+
+
+def _lane_work(lane: LaneState) -> str:
+    """`vae-0 on cuda:0: 24 images, 83 % busy`."""
+    work = plural(lane.done, "image" if lane.name.startswith("vae") else "prompt")
+    return f"{lane.name} on {lane.device}: {work}, {100 * lane.busy:.0f} % busy"
+
+
+def _worker_rates(rates: Mapping[str, float]) -> str:
+    """The samples per second of each worker, or the lowest and the highest."""
+    if len(rates) <= MAX_RATES:
+        return ", ".join(f"{plain(name)}: {rate:.2f} samples/s" for name, rate in rates.items())
+    return f"{len(rates)} workers: {min(rates.values()):.2f} to {max(rates.values()):.2f} samples/s each"
+
+
+# ---- build -----------------------------------------------------------------------------------------------------------
+# Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after.
+#
+# A dry run prints the same plan and every reason why `build` would refuse to start. Its exit code is then 2; otherwise
+# it is 0, or with `--check` 1 if there is work.
 
 MAX_SIZES = 6  # target sizes in the plan
 FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
@@ -152,8 +232,8 @@ def check_at(**given: object) -> None:
 def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
     """A client of the server `at`, and its encoders; without any on this machine."""
     require("aiohttp")
-    from qwen_cache.client.client import Client
-    from qwen_cache.client.encoding import IN_FLIGHT, ServerEncoding
+    from qwen_cache.service.client import Client
+    from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoding
 
     with Client(at) as client:
         yield client, Encoders(lambda job: ServerEncoding(client, job), IN_FLIGHT)
@@ -171,7 +251,7 @@ def _build_at(
 ) -> int:
     """`run_build` with the encoders of the server `at`."""
     with open_at(at) as (client, encoders):
-        from qwen_cache.client.encoding import prepare_all_at
+        from qwen_cache.service.encoding import prepare_all_at
 
         jobs = prepare_all_at(config, client, alone=alone)
         if dry_run:
@@ -550,3 +630,109 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
         "memory": None if task.devices is None else [planned.as_json() for planned in task.devices],
         "seconds": seconds,
     }
+
+
+# ---- watch -----------------------------------------------------------------------------------------------------------
+# Terminal front end of `build --watch`: a build whenever the source has changed, by encoders that stay loaded.
+#
+# What another look may see otherwise (a source that cannot be read, another process that writes) is printed once, and
+# tried again at the next look. Other errors end it.
+
+FINAL = (ConfigError, DeviceError, FormatError, ModelError)
+
+
+def run_watch(config: Config, at: str | None, seconds: float, given: Sequence[str]) -> int:
+    """Look at the source every `seconds` until Ctrl-C; return the exit code.
+
+    `given` are the options of `build` that need a single build.
+    """
+    _check(config, given)
+    config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
+    with _preparing(config, at) as (prepare, encoders), loaded_once(encoders) as shared:
+        watch = Watch(prepare, shared)
+        console().print(f"watching {verbatim(config.data.source)}; Ctrl-C ends it")
+        while True:
+            if code := watch.look():
+                return code
+            try:
+                time.sleep(seconds)
+            except KeyboardInterrupt:
+                console().print("stopped: nothing was being encoded")
+                return 0
+
+
+def _check(config: Config, given: Sequence[str]) -> None:
+    others = [*given, *(["data.slice"] if config.data.slice else [])]
+    if others:
+        raise ConfigError(f"--watch does not go with {others[0]}", do="leave one of them out")
+    if is_wanted(config):
+        do = "build it with --only-validation first, and set validation.cache=none here, without prompts"
+        raise ConfigError("--watch builds no validation cache", do=do)
+
+
+@contextmanager
+def _preparing(config: Config, at: str | None) -> Iterator[tuple[Callable[[], BuildJob], Encoders]]:
+    """A function that reads the source, and the encoders: of the server `at`, or of this machine."""
+    if at is not None:
+        with open_at(at) as (client, encoders):
+            from qwen_cache.service.encoding import prepare_all_at
+
+            yield lambda: prepare_all_at(config, client, alone=False)[0], encoders
+        return
+    require("torch")
+    check_devices(config)
+    model = builder.fitting_model(config)
+    yield partial(builder.prepare_build, config, None, model=model), Encoders(load_lanes, takes_latents=True)
+
+
+class Watch:
+    """What was seen and said until now."""
+
+    def __init__(self, prepare: Callable[[], BuildJob], encoders: Encoders) -> None:
+        self._prepare, self._encoders = prepare, encoders
+        self._before, self._problems = Look({}), frozenset[Problem]()
+        self._said = set[object]()
+
+    def look(self) -> int:
+        """Build the rows at rest that the cache lacks; the exit code of a build that is refused, else 0."""
+        try:
+            return self._look()
+        except FINAL:
+            raise
+        except (QwenCacheError, OSError) as error:
+            self._say(str(error) if isinstance(error, QwenCacheError) else message_of(error) or repr(error))
+            return 0
+
+    def _look(self) -> int:
+        job = self._prepare()
+        existing = builder.load_existing(job)
+        plan = builder.plan_build(job, existing)
+        before, self._before = self._before, Look.of(job, plan)
+        self._print_problems(plan.problems)
+        job = settled(job, self._before, before)
+        new = {sample.row.name for sample in plan.missing} | _renamed(job, existing, plan)
+        wanted = new.intersection(row.name for row in job.rows)
+        if not job.rows or not (wanted or any(not job.keeps(name) for name in plan.removed)):
+            return 0
+        with directory.writing(job.folder):
+            task = plan_build(job, replace_recipe=False, takes_latents=self._encoders.takes_latents)
+            return build([task], self._encoders, as_json=False)
+
+    def _print_problems(self, problems: Sequence[Problem]) -> None:
+        """Print those that two looks found, once."""
+        lasting = [problem for problem in problems if problem in self._problems and problem not in self._said]
+        print_problems(lasting)
+        self._said.update(lasting)
+        self._problems = frozenset(problems)
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            console().print(f"waiting: {text}", markup=False)
+            self._said.add(text)
+
+
+def _renamed(job: BuildJob, existing: Existing, plan: BuildPlan) -> set[str]:
+    """The names of rows that the cache has under another name."""
+    cached = existing.of_recipe(job.recipe_name)
+    names = dict(zip(cached.each("key"), cached.each("name"), strict=True))
+    return {each.row.name for each in plan.samples if not each.reasons and names.get(each.key) != each.row.name}

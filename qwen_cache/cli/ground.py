@@ -20,10 +20,9 @@ from PIL import Image
 from torch.nn.functional import interpolate, max_pool2d
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.experimental.attention import FrozenQwen, load_sam, refine, spans_of_phrases
+from qwen_cache.experimental.masks import load_head, predict_mask
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.grounding.frozen_qwen import FrozenQwen, spans_of_phrases
-from qwen_cache.grounding.head import load_head, predict_mask
-from qwen_cache.grounding.refine import load_sam, refine
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.encoders import load_processor, load_text_encoder
 from qwen_cache.models.family import VAE_IMAGE_SIZE

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.inspect.compare import compare
-from qwen_cache.inspect.images import ImageSource, decoded_images, stored_images
+from qwen_cache.inspect.flags import ImageSource, decoded_images, stored_images
 from qwen_cache.inspect.page import check_page_path, write_page
-from qwen_cache.inspect.sample import describe
 from qwen_cache.inspect.summary import SourceComparison, survey
-from qwen_cache.inspect.terminal import print_sample, print_survey
+from qwen_cache.inspect.terminal import describe, print_sample, print_survey
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.remembered import rehashing
 from qwen_cache.storage.remote import LocalCopies, location

@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache verify --re-encode`: a table of tensors, unexplained differences, a verdict."""
+"""`verify --re-encode`: a table of tensors, unexplained differences, a verdict."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from qwen_cache.encode.load import check_devices, load_lanes
-from qwen_cache.encode.rounding import Difference
-from qwen_cache.encode.saved_settings import HUB_DATASETS, settings_of_build
-from qwen_cache.encode.spot_check import Chosen, Compared, check_origin, choose, compare_samples, prepare
+from qwen_cache.encode.check import Chosen, Compared, Difference, check_origin, choose, compare_samples, prepare
+from qwen_cache.encode.preflight import check_devices, load_lanes
+from qwen_cache.encode.recipe import HUB_DATASETS, settings_of_build
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.format.cache import Cache, open_configured

@@ -15,9 +15,9 @@ def run_ui(folder: Path, allowed: Sequence[Path], port: int, *, browser: bool, a
     """Open the folder, print the address, and answer until Ctrl-C; return the exit code."""
     for module in ("fastapi", "uvicorn"):
         require(module)
+    from qwen_cache.service.http import open_socket
     from qwen_cache.ui.run import address, new_token, only_ui, serve
     from qwen_cache.ui.workspace import Workspace
-    from qwen_cache.web import open_socket
 
     workspace, token, token_once = Workspace.open(folder, allowed), new_token(), new_token()
     with only_ui(workspace), open_socket(f"127.0.0.1:{port}", "--port") as listener:

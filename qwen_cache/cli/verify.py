@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache verify`."""
+"""`verify`."""
 
 from __future__ import annotations
 

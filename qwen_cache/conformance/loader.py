@@ -26,8 +26,8 @@ from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.format.rows import ListedSample, ListedSamples
 from qwen_cache.format.update import Existing, carry_out, open_staging, plan_update
-from qwen_cache.importers.source import ImportedSample
-from qwen_cache.importers.writer import describe
+from qwen_cache.trainers.convert import describe
+from qwen_cache.trainers.files import ImportedSample
 
 Adapter = Callable[[Path, float], Iterable[Mapping[str, Any]]]
 WIDTH = 64

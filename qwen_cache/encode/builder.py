@@ -1,15 +1,11 @@
-"""Build: plan a cache equal to its source under one recipe, encoding only what is missing.
-
-    prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → commit (`write.py`)
-
-A second build of the same source does nothing. A build that returns to earlier settings reuses the samples in replaced
-shards, while those exist.
-"""
+"""A build job: rows, samples to encode and to keep, an estimate of the work, and what has settled."""
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,31 +14,46 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
+import pyarrow.compute as pc
 
-from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples
-from qwen_cache.encode.plan import BuildPlan, PlannedSample, Rules, make_plan
-from qwen_cache.encode.recipe import make_recipe, recipe_changes
-from qwen_cache.encode.remembered_images import RememberedImages
-from qwen_cache.encode.slices import SlicedSource, SourceSlice
+from qwen_cache.encode.plan import (
+    BuildPlan,
+    PlannedSample,
+    RememberedImages,
+    Rules,
+    SlicedSource,
+    SourceSlice,
+    make_plan,
+)
+from qwen_cache.encode.recipe import EditMasks, ReusableSamples, make_recipe, recipe_changes
 from qwen_cache.errors import ConfigError, Notice, Problem, ShardError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
-from qwen_cache.format.remote import Stored, conflict
+from qwen_cache.format.remote import STAGED, Stored, conflict
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, listed
-from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.sample import LATENT_CHANNELS, SampleMeta, token_count
 from qwen_cache.format.staging import Destination, finished_samples
 from qwen_cache.format.update import Existing, OtherCaches, Update, plan_update, read_existing
-from qwen_cache.models.family import pixel_token, pixel_token_told
+from qwen_cache.models.family import estimate_tokens, pixel_token, pixel_token_told
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import check_compression
 from qwen_cache.sources.captions import Captions, has_marks
 from qwen_cache.sources.detect import Row, read_content, reading, without_gc
-from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions
+from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions, img_shapes
+from qwen_cache.storage.files import cache_home
 from qwen_cache.storage.remote import LocalCopies, Url, location
 from qwen_cache.storage.stores import destination
-from qwen_cache.terminal import plural
+from qwen_cache.terminal import human_bytes, plural
+
+# ---- builder ---------------------------------------------------------------------------------------------------------
+# Build: plan a cache equal to its source under one recipe, encoding only what is missing.
+#
+#     prepare (source, model, recipe) → plan (what, why) → lanes (encode) → staging (shards) → commit (`write.py`)
+#
+# A second build of the same source does nothing. A build that returns to earlier settings reuses the samples in
+# replaced shards, while those exist.
 
 IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 
@@ -436,3 +447,148 @@ def _of_other_slices(job: BuildJob, existing: Existing) -> KeyedRows:
     rows = existing.of_recipe(job.recipe_name)
     is_same = existing.recipes.get(job.recipe_name) == job.recipe
     return rows.at(rows.positions[[is_same and job.keeps(name) for name in rows.each("name")]])
+
+
+# ---- estimate --------------------------------------------------------------------------------------------------------
+# What a build will write: tokens and bytes of its samples, estimated before anything is encoded, and the free space.
+#
+# Latents are exact; text is estimated from the number of characters. Headers, thumbnails and attention are not counted.
+
+TEMPLATE = 1000  # tokens around the prompt and 32 images: more than any template has
+OTHER = 32_000_000  # bytes of header, thumbnails and attention: more than an image of 10 megapixels needs
+COMPRESSED = 0.7  # of the bytes, with zstd: settings/sections.py
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The size of encoded samples: tokens of latents and of prompt embeddings, and their bytes."""
+
+    image_tokens: int
+    text_tokens: int
+    bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.image_tokens + self.text_tokens
+
+    def __str__(self) -> str:
+        tokens = f"{self.image_tokens:,} image tokens, {self.text_tokens:,} text tokens"
+        return f"{tokens}, {human_bytes(self.bytes)}"
+
+
+def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
+    """An estimate of the size of `samples` once they are encoded."""
+    image = sum(token_count(img_shapes([size for _, _, size in sample.images])) for sample in samples)
+    family = job.model.family
+    text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
+    elements = image * LATENT_CHANNELS + text * job.model.text_width
+    size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
+    return Estimate(image, text, round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)))
+
+
+def most_bytes(sample: PlannedSample, job: BuildJob) -> int:
+    """More bytes than the encoded sample can have: each byte of the prompt is a token, and the text is stored twice."""
+    image, width = token_count(sample.img_shapes), job.model.text_width
+    seen = sum(math.ceil(pixels / job.model.family.pixels_per_text_token) for pixels in job.encoder_pixels(sample))
+    text = TEMPLATE + len(sample.row.prompt.encode()) + 2 * seen  # sides are rounded, maybe up
+    numbers = image * (LATENT_CHANNELS + 2) + 2 * text * width  # an edit mask has up to 2 for each token
+    return OTHER + numbers * (2 if job.recipe["dtype"] == "bfloat16" else 4)
+
+
+def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
+    """About how many bytes the build adds to the disk. Replaced shards stay there until `gc`.
+
+    Samples that an interrupted build has finished are on the disk already; samples of replaced shards are linked.
+    """
+    made = {sample.key for sample in plan.to_encode} | plan.new_masks
+    written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
+    written += sum(copies.bytes for copies in plan.reused.values())
+    return written + (pc.sum(update.moved.column("length")).as_py() or 0)
+
+
+def disk_bytes(job: BuildJob, plan: BuildPlan, update: Update) -> int:
+    """About how many bytes the build needs on a disk of this machine: for object storage, a few shards at a time."""
+    needed = bytes_to_write(job, plan, update)
+    if not isinstance(job.folder, Url):
+        return needed
+    largest = max((estimate([sample], job).bytes for sample in plan.to_encode), default=0)
+    return min(needed, STAGED * max(int(job.config.cache.shard_size), largest))
+
+
+def free_bytes(folder: Path | Url) -> int | None:
+    """The free space for files in `folder`, which need not exist; None if the system does not report it.
+
+    For object storage, that of the user's cache folder, where shards wait for their upload.
+    """
+    folder = cache_home() if isinstance(folder, Url) else folder
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    with suppress(OSError):
+        usage = shutil.disk_usage(there)
+        return usage.free if usage.total > 0 else None  # some network file systems report zeros
+    return None
+
+
+# ---- chunks ----------------------------------------------------------------------------------------------------------
+# Cut the samples that workers encode into chunks, each of which becomes one shard.
+#
+# Chunks have about the bytes of a shard. Where that would leave workers idle, they are smaller. Samples with the same
+# controls stay together, so that these are encoded once.
+
+PER_WORKER = 4  # chunks at least: the last worker is done at most a quarter of its time after the others
+LEAST = 8  # samples, on average, in chunks that are smaller than a shard: as many as one batch of the encoders takes
+
+
+def cut_into_chunks(job: BuildJob, samples: Sequence[PlannedSample], workers: int) -> list[Chunk]:
+    """Cut `samples`, in their order, for this many workers."""
+    sizes = [estimate([sample], job).bytes for sample in samples]
+    wanted = max(sum(sizes) / (PER_WORKER * workers), LEAST * sum(sizes) / max(len(samples), 1))
+    return list(_cut(samples, sizes, min(wanted, int(job.config.cache.shard_size)), job.config.cache.commit_every))
+
+
+def _cut(samples: Sequence[PlannedSample], sizes: Sequence[int], wanted: float, most: int | None) -> Iterator[Chunk]:
+    """Chunks of `wanted` bytes, or of up to twice as many with the same controls, and of at most `most` samples."""
+    chunk: list[PlannedSample] = []
+    size = 0
+    for sample, bytes_ in zip(samples, sizes, strict=True):
+        same = bool(chunk and sample.inputs.controls and sample.inputs.controls == chunk[-1].inputs.controls)
+        if chunk and (size >= (2 if same else 1) * wanted or len(chunk) == most):
+            yield tuple(chunk)
+            chunk, size = [], 0
+        chunk.append(sample)
+        size += bytes_
+    if chunk:
+        yield tuple(chunk)
+
+
+# ---- settled ---------------------------------------------------------------------------------------------------------
+# Which rows of a source that changes are at rest, for `build --watch`.
+#
+# A row that is being written cannot be read yet, or differs from one look to the next. So a build takes the rows of
+# which two looks saw the same content, leaves the samples of all other rows as they are, and removes what two looks did
+# not see. While rows cannot be told apart, because their prompt or control is missing, it removes nothing.
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look saw of a source: the keys of each row's samples, none if another row has the same content."""
+
+    keys: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def of(cls, job: BuildJob, plan: BuildPlan) -> Look:
+        """What this plan says; a row with a problem has been written in part."""
+        unusable = {problem.where for problem in plan.problems}
+        keys: dict[str, tuple[str, ...]] = {row.name: () for row in job.rows if row.where not in unusable}
+        for sample in plan.samples:
+            keys[sample.row.name] += (sample.key,)
+        return cls(keys)
+
+
+def settled(job: BuildJob, now: Look, before: Look) -> BuildJob:
+    """The job with the rows at rest alone, which keeps the samples of the others."""
+    at_rest = frozenset(name for name, keys in now.keys.items() if before.keys.get(name) == keys)
+    names = dict.fromkeys([*(row.name for row in job.rows), *before.keys])
+    positions = {name: position for position, name in enumerate(names)}
+    rows = [row for row in job.rows if row.name in at_rest]
+    source = SlicedSource(positions, at_rest, is_complete=not job.problems)
+    return replace(job, rows=rows, problems=[], sliced=source)

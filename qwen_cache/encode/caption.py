@@ -19,7 +19,7 @@ from transformers import GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from qwen_cache.errors import SourceError
-from qwen_cache.grounding.frozen_qwen import CHAT
+from qwen_cache.experimental.attention import CHAT
 from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
 from qwen_cache.models.encoders import (
     PROCESSORS,

@@ -18,14 +18,13 @@ from jaxtyping import Float
 from PIL import Image
 
 from qwen_cache.encode.builder import BuildJob, Encoding
-from qwen_cache.encode.edit_mask import EditMasks, ReusableSamples, token_coverage
 from qwen_cache.encode.plan import PlannedSample, read_again
+from qwen_cache.encode.recipe import EditMasks, ReusableSamples, token_coverage
 from qwen_cache.errors import QwenCacheError
+from qwen_cache.experimental.masks import difference_mask, load_head, predict_mask
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
-from qwen_cache.grounding.difference import difference_mask
-from qwen_cache.grounding.head import load_head, predict_mask
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.sizes import Size, crop_box
 

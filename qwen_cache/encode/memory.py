@@ -18,11 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from qwen_cache.encode.latents import latent_space, supported_vae
-from qwen_cache.encode.single_frame import for_single_frames
 from qwen_cache.encode.text import select_rows
-from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.encode.vae import encoder_parts
+from qwen_cache.encode.vae import VaeThatFits, encoder_parts, for_single_frames, latent_space, supported_vae
 from qwen_cache.models.devices import (
     ALIGNMENT,
     ON_DEVICE,

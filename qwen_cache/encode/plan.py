@@ -1,31 +1,37 @@
-"""The plan of a build: every image hashed, every problem listed, and which samples are missing and why.
-
-The plan is complete before anything is encoded. Images to encode are also decoded once, so that a corrupt file stops
-the build in its first minutes and not in its last hour. An image that has not changed since the last plan is not read
-(`remembered_images.py`). Needs no torch.
-"""
+"""The plan of a build: slices, what each row becomes, and what is remembered of its images."""
 
 from __future__ import annotations
 
 import os
+import re
+import struct
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TypeVar
 
-from qwen_cache.encode.remembered_images import NotRememberedError, PlannedImage, RememberedImages
-from qwen_cache.errors import Notice, Problem, SourceError, counted
+import numpy as np
+import PIL
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from qwen_cache.errors import ConfigError, Notice, Problem, SourceError, counted
+from qwen_cache.extras import __version__
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.index import IndexRow
-from qwen_cache.format.rows import KeyedRows
+from qwen_cache.format.rows import KeyedRows, ListedSamples, first_of_each, taken
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.format.update import Copies
 from qwen_cache.models.family import family_of
+from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.captions import parse
 from qwen_cache.sources.detect import without_gc
+from qwen_cache.sources.images import PLUGINS, has_other_profile, open_mask, open_rgb, upright_size
 from qwen_cache.sources.rows import Readable, Row, limits_exceeded
 from qwen_cache.sources.sizes import (
     Resolution,
@@ -36,9 +42,221 @@ from qwen_cache.sources.sizes import (
     sizes_of,
     sizes_to_generate,
 )
+from qwen_cache.storage.remembered import RememberedFiles
+from qwen_cache.storage.remote import Url, location
 from qwen_cache.terminal import plural
 
+# ---- slices ----------------------------------------------------------------------------------------------------------
+# Slices: the rows of a source cut into runs, so that independent machines can build it.
+#
+# The source alone decides the cut: of its n usable rows, in order, slice k of N has those from `(k-1)·n/N` to `k·n/N`.
+# Rows left out are not usable: leaving one out moves the cuts, and drops its sample, as deleting it would. Slices may
+# share a cache: each build replaces the samples of its own rows, keeps those of the other slices, and drops those of
+# which the source has no row. So all slices together make the cache that one build would, in the order of the source.
+# They may also have a cache each, for `qwen-cache merge`.
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class SourceSlice:
+    """Slice `number`, from 1, of `count`."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> SourceSlice:
+        """The slice that `3/16` names."""
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+        parsed = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
+        if not 1 <= parsed.number <= parsed.count:
+            expected = "NUMBER/COUNT from 1/1 on, such as 3/16"
+            raise ConfigError("not a slice of the source", expected=expected, found=text)
+        return parsed
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def take(self, items: Sequence[T]) -> list[T]:
+        """This slice of `items`. The lengths of any two slices differ by at most one."""
+        begin, end = ((self.number - 1 + i) * len(items) // self.count for i in range(2))
+        return list(items[begin:end])
+
+
+@dataclass(frozen=True)
+class SlicedSource:
+    """The rows of a source, by name, as a build of one slice knows them."""
+
+    positions: Mapping[str, int]
+    """The position of every usable row."""
+    own: frozenset[str]
+    """The rows of the slice."""
+    is_complete: bool
+    """Whether every row is usable. If not, a sample whose row is missing may belong to an unusable one."""
+
+    def keeps(self, name: str) -> bool:
+        """Whether a sample of this name is left as it is: the row of another slice, or of nobody knows which."""
+        return name not in self.own and (name in self.positions or not self.is_complete)
+
+    def in_order(self, samples: ListedSamples) -> ListedSamples:
+        """The samples in the order of the source, each key once; those of no row are last."""
+        found = pc.index_in(samples.table["name"], pa.array(list(self.positions), pa.string()))
+        order = np.argsort(pc.fill_null(found, len(self.positions)).to_numpy(), kind="stable")
+        in_order = ListedSamples(taken(samples.table, order))
+        return ListedSamples(taken(in_order.table, np.flatnonzero(first_of_each(in_order.words("the source")))))
+
+
+# ---- remembered images -----------------------------------------------------------------------------------------------
+# The images of a plan: content hash, size and whether they decode, from memory if they have not changed.
+#
+# The memory is that of `storage/remembered.py`. Another version of this program, of Pillow, or of a package that reads
+# HEIC or JPEG XL may see another size or decode other files, so it starts with an empty memory. An image that could not
+# be decoded is read again each time.
+
+FACTS = struct.Struct("<16sII??")  # content hash, width, height, decoded, has another profile
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an image."""
+
+    hash: str
+    size: Size = (0, 0)
+    """After EXIF rotation; zeros if not read yet."""
+    decoded: bool = False
+    """Whether every pixel was decoded without an error."""
+    other_profile: bool = False
+    """Whether it has a colour profile other than sRGB, as far as it was decoded."""
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Facts:
+        digest, width, height, *known = FACTS.unpack(data)
+        return Facts(digest.hex(), (width, height), *known)
+
+    def to_bytes(self) -> bytes:
+        return FACTS.pack(bytes.fromhex(self.hash), *self.size, self.decoded, self.other_profile)
+
+
+class RememberedImages:
+    """What the last plan learned about the images of a source, and what this one learns."""
+
+    def __init__(self, files: RememberedFiles) -> None:
+        self.files = files
+
+    @staticmethod
+    def nowhere() -> RememberedImages:
+        """A memory without a store."""
+        return RememberedImages(RememberedFiles("images"))
+
+    @staticmethod
+    def of(source: str, data: DataConfig) -> RememberedImages:
+        """The images of a source, or of the slice, split and configuration of it that `data` names."""
+        detail = "\0".join(each or "" for each in (data.slice, data.split, data.config_name))
+        return RememberedImages(RememberedFiles.of(_readers(), location(source), detail))
+
+    @contextmanager
+    def planning(self, rows: Sequence[Row]) -> Iterator[None]:
+        """Remember what is learned inside the block, in which a plan of `rows` is made."""
+        images = (image for row in rows for image in (row.target, *row.controls, row.mask) if image is not None)
+        self.files.list_folders(file for image in images for file in _files(image) if isinstance(file, Url))
+        with self.files.saved():
+            yield
+
+    def image(self, file: Readable, *, is_mask: bool = False, may_read: bool = True) -> PlannedImage:
+        return PlannedImage(self.files, file, is_mask, may_read)
+
+
+class NotRememberedError(Exception):
+    """An image would have to be read."""
+
+
+class PlannedImage:
+    """An image of a row. Its file is read at most once, and only for what is not remembered.
+
+    Where it may not be read, every method but `keep` raises NotRememberedError instead.
+    """
+
+    def __init__(self, memory: RememberedFiles, file: Readable, is_mask: bool, may_read: bool) -> None:
+        self.where, self._may_read = str(file), may_read
+        self._file, self._memory, self._is_mask = file, memory, is_mask
+        self._name, self._is_settled = self._named()
+        known = memory.recall(self._name) if self._name else None
+        self._facts = Facts.from_bytes(known) if known else None
+        self._content: bytes | None = None
+
+    def hash(self) -> str:
+        """The content hash; SourceError if the file cannot be read."""
+        return self._known().hash
+
+    def size(self) -> Size:
+        """The upright size, from the header; SourceError if the file is not an image."""
+        facts = self._known()
+        if not all(facts.size):
+            self._facts = facts = replace(facts, size=upright_size(self._read(), self.where))
+        return facts.size
+
+    def decode(self) -> Size:
+        """The size, if every pixel can be decoded; else SourceError."""
+        facts = self._known()
+        if not facts.decoded:
+            image = (open_mask if self._is_mask else open_rgb)(self._read(), self.where)
+            other_profile = has_other_profile(self._read(), self.where)
+            self._facts = facts = replace(facts, size=image.size, decoded=True, other_profile=other_profile)
+        return facts.size
+
+    @property
+    def has_other_profile(self) -> bool:
+        """Whether the image has a colour profile other than sRGB, as far as it was decoded, now or before."""
+        return self._facts is not None and self._facts.other_profile
+
+    def keep(self) -> None:
+        """Remember what is known, unless the file may have changed while it was read; drop its bytes."""
+        was_read, self._content = self._content is not None, None
+        if self._name and self._facts and (not was_read or (self._is_settled and self._named()[0] == self._name)):
+            self._memory.keep(self._name, self._facts.to_bytes())
+
+    def _known(self) -> Facts:
+        if self._facts is None:
+            self._facts = Facts(content_hash(self._read()))
+        return self._facts
+
+    def _read(self) -> bytes:
+        if not self._may_read:
+            raise NotRememberedError
+        if self._content is None:
+            self._content = self._file.read()
+            if self._facts and content_hash(self._content) != self._facts.hash:
+                what = "the content of this file changed, but its times or ETag did not"
+                do = "run the same command again; if the error persists, add --rehash"
+                raise SourceError(what, where=self.where, do=do)
+        return self._content
+
+    def _named(self) -> tuple[bytes | None, bool]:
+        return self._memory.name("mask" if self._is_mask else "image", self.where, _files(self._file))
+
+
+def _readers() -> str:
+    """What reads images here, with its versions."""
+    versions = [f"images 2, qwen-cache {__version__}, Pillow {PIL.__version__}"]
+    for _, package in PLUGINS.values():
+        with suppress(PackageNotFoundError):
+            versions.append(f"{package} {version(package)}")
+    return ", ".join(versions)
+
+
+def _files(image: Readable) -> Sequence[Path | Url]:
+    """The files that an image is read from; none if its kind of source does not say."""
+    return getattr(image, "files", ())
+
+
+# ---- plan ------------------------------------------------------------------------------------------------------------
+# The plan of a build: every image hashed, every problem listed, and which samples are missing and why.
+#
+# The plan is complete before anything is encoded. Images to encode are also decoded once, so that a corrupt file stops
+# the build in its first minutes and not in its last hour. An image that has not changed since the last plan is not read
+# (`RememberedImages`). Needs no torch.
+
 
 NEW = "new"
 RECIPE = "recipe: "  # prefix of reasons that come from the settings, not from the source

@@ -1,19 +1,187 @@
-"""The recipe: everything besides the content that decides the stored tensors, so that a key can never be stale.
-
-Weights are identified by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of
-the encoding code that changes its output.
-"""
+"""What the numbers of a sample depend on: model, settings, edit masks; the settings saved with a cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from qwen_cache.encode.edit_mask import EditMasks
+import numpy as np
+from PIL import Image
+
+from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.identity import sample_key
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.rows import KeyedRows
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
+from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.models.folder import ModelFolder, fingerprint
-from qwen_cache.settings.load import Config
-from qwen_cache.sources.sizes import Resolution
+from qwen_cache.settings.given import Given
+from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, load_config, overridden, parse_yaml
+from qwen_cache.sources.sizes import Resolution, Size, crop_box
+from qwen_cache.storage.files import read_file, write_durably
+from qwen_cache.storage.remembered import file_digest
+from qwen_cache.storage.remote import Url
+from qwen_cache.storage.stores import store_of
+
+# ---- edit mask -------------------------------------------------------------------------------------------------------
+# Where edit masks come from (`data.edit_mask`), and how they become coverage of the target's tokens.
+#
+# The source's own mask always wins. Else `diff` compares target and first control, `head` predicts the edit from the
+# prompt's attention, and `auto` uses `head` where `diff` locates no edit. Without a result a sample has no mask.
+# Refuses comparison and attention for models without controls.
+
+VERSION = 1  # goes up with any change that changes a mask or attention
+IN_RECIPE = ("edit_mask", "mask_head", "attention", "edit_mask_version")
+
+
+@dataclass(frozen=True)
+class EditMasks:
+    """The settings of edit masks."""
+
+    source: str
+    """`data.edit_mask`."""
+    head: Path | None
+    keep_attention: bool
+
+    @classmethod
+    def of(cls, config: Config) -> EditMasks:
+        head = config.data.mask_head
+        if config.data.edit_mask == "head" and head is None:
+            do = "give --mask-head PATH; `qwen-train mask-head` trains one"
+            raise ConfigError("no mask head is named", found="data.edit_mask=head", do=do)
+        uses_head = config.data.edit_mask in ("head", "auto")
+        return cls(config.data.edit_mask, Path(head) if head and uses_head else None, config.cache.store_attention)
+
+    @property
+    def differ(self) -> bool:
+        """Whether target and control are compared."""
+        return self.source in ("diff", "auto")
+
+    @property
+    def attend(self) -> bool:
+        """Whether the prompt's attention is needed."""
+        return self.keep_attention or self.head is not None
+
+    def check(self, model: ModelFolder, format_version: str) -> None:
+        """ConfigError if the model or the format cannot have such masks, ModelError if the file is not a mask head."""
+        edit_mask = f"data.edit_mask={self.source}"
+        enabled = {"cache.store_attention": self.keep_attention, edit_mask: self.differ or self.head}
+        for setting, given in enabled.items():
+            if given and not model.takes_controls:
+                raise ConfigError(f"{setting} needs control images, and {model.pipeline} has none")
+            if given and format_version == "v1":
+                raise ConfigError(f"format v1 cannot store what {setting} makes", do="build with --format v2")
+        if self.head is not None:
+            _head_metadata(self.head)
+
+    def recipe(self, encoder: dict[str, Any]) -> dict[str, Any]:
+        """The recipe's entries on masks, none if they come from the source alone; `encoder` are its other entries."""
+        made: dict[str, Any] = {"edit_mask": self.source} if self.differ or self.head else {}
+        made |= {"mask_head": self._head_hash(encoder)} if self.head else {}
+        made |= {"attention": True} if self.keep_attention else {}
+        return made | ({"edit_mask_version": VERSION} if made else {})
+
+    def _head_hash(self, encoder: dict[str, Any]) -> str:
+        """The hash of the mask head's file; ConfigError if it was trained on another encoder."""
+        from qwen_cache.experimental.masks import encoder_of
+
+        assert self.head is not None
+        if _head_metadata(self.head).encoder != encoder_of(encoder):
+            raise ConfigError(
+                "this mask head was trained on the attention of another encoder, template or image size",
+                where=self.head,
+                do="train one on a cache of this model: `qwen-train mask-head`",
+            )
+        return file_digest(self.head)
+
+
+def _head_metadata(head: Path) -> Any:
+    from qwen_cache.experimental.masks import load_head
+
+    return load_head(head)[1]
+
+
+# ---- cached samples that need only another mask ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReusableSamples:
+    """Cached samples that agree with a recipe in everything but their masks."""
+
+    rows: KeyedRows
+    positions: dict[str, int]
+    """The positions of the samples in `rows`, by `bare_key`."""
+    masks: EditMasks
+    attention_is_readable: bool
+    """Whether cached attention equals what this version would make."""
+
+    @classmethod
+    def none(cls, masks: EditMasks) -> ReusableSamples:
+        """No sample."""
+        return cls(Existing.empty(2).rows, {}, masks, attention_is_readable=False)
+
+    def row_for(self, sample: PlannedSample) -> IndexRow | None:
+        """The row from which the sample can be made without an encoder, if there is one."""
+        position = self.positions.get(bare_key(sample))
+        row = None if position is None else self.rows.row(position)
+        unattended = not self.masks.attend or not sample.row.controls or not sample.row.prompt.strip()
+        if row is None or unattended or self.has_attention(row):
+            return row
+        return row if sample.row.mask is not None and not self.masks.keep_attention else None
+
+    def has_attention(self, row: IndexRow) -> bool:
+        return self.attention_is_readable and "attention" in row.meta.tensors
+
+
+def reusable_samples(
+    config: Config, new: dict[str, Any], existing: Existing, name: str, missing: Iterable[PlannedSample]
+) -> ReusableSamples:
+    """The samples of the recipe called `name` that `missing` ones may be made from.
+
+    None if the recipe differs from `new` in more than masks.
+    """
+    masks, old = EditMasks.of(config), existing.recipes.get(name)
+    if old is None or config.cache.format == "v1" or _without_masks(old) != _without_masks(new):
+        return ReusableSamples.none(masks)
+    rows, targets = existing.of_recipe(name), {sample.inputs.target for sample in missing}
+    rows = rows.where_in(target=targets)
+    metas = (row.meta for row in rows.in_order())
+    keys = (bare_key(meta if masks.attend else replace(meta, phrase=())) for meta in metas)
+    positions = {key: int(position) for key, position in zip(keys, rows.positions, strict=True)}
+    return ReusableSamples(rows, positions, masks, old.get("edit_mask_version") == VERSION)
+
+
+def bare_key(sample: SampleMeta | PlannedSample) -> str:
+    """The key of a sample's content without recipe and mask."""
+    text = sample if isinstance(sample, SampleMeta) else sample.row
+    return sample_key("", replace(sample.inputs, mask=None), text.prompt, sample.img_shapes, text.phrase)
+
+
+def _without_masks(recipe: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.items() if name not in IN_RECIPE}
+
+
+# ---- masks on the grid of tokens -------------------------------------------------------------------------------------
+
+
+def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
+    """`[S]` float32 in 0..1: the edited fraction of each 16×16-pixel token of a target of `size`."""
+    tokens = size[0] // PIXELS_PER_TOKEN, size[1] // PIXELS_PER_TOKEN
+    cells = mask.resize(tokens, Image.Resampling.BOX, crop_box(mask.size, size) if crop else None)
+    return np.asarray(cells, dtype=np.float32).reshape(-1) / 255.0
+
+
+# ---- recipe ----------------------------------------------------------------------------------------------------------
+# The recipe: everything besides the content that decides the stored tensors, so that a key can never be stale.
+#
+# Weights are identified by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of
+# the encoding code that changes its output.
 
 ENCODER_VERSION = 2
 _CONFIGURATION = (".json", ".txt", ".jinja")
@@ -99,3 +267,89 @@ def _change(name: str, before: object, after: object) -> str:
 def _setting_value(value: object) -> str:
     """A setting as qwen.yaml has it; a recipe has no entry for one that is not set."""
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- saved settings --------------------------------------------------------------------------------------------------
+# The settings of a build: the qwen.yaml that `build` saves in the cache, and what of it others may see.
+#
+# A cache that is published carries only what is needed to read its source in the same way: no path and no address of a
+# machine, but datasets and models by their names on the hub. Of the qwen.yaml of a remote cache, which a stranger
+# wrote, only the same is used: it names no file of this machine and no server.
+
+HUB_DATASETS = "hf://datasets/"
+_PRIVATE = ("source", "mask_head", "allow_urls", "slice", "on_error")
+_OF_A_MACHINE = ("vae_device", "text_device", "vae_batch_pixels", "text_batch_tokens")
+_HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def save_settings(folder: Path | Url, config: Config) -> None:
+    """Save the settings beside the dataset, unless they are there."""
+    path, settings = folder / CONFIG_NAME, config.to_yaml().encode("utf-8")
+    if isinstance(path, Url):
+        with suppress(FileNotFoundError):
+            if path.read_bytes() == settings:
+                return
+        store_of(path).put(path, settings)
+    elif not path.is_file() or read_file(path) != settings:
+        write_durably(path, settings)
+
+
+def settings_of_build(
+    folder: Path | Url,
+    config: Path | None = None,
+    assignments: Sequence[str] = (),
+    given: Sequence[Given | None] = (),
+) -> Config:
+    """Settings of `config`, else of the qwen.yaml in the cache, else of ./qwen.yaml; the others override.
+
+    Of the qwen.yaml in the cache without the devices: they are those of the machine that built it.
+    """
+    own = folder / CONFIG_NAME
+    if config is None and isinstance(own, Url):
+        saved = _remote(own)
+        if saved is not None:
+            return overridden(saved, str(own), assignments, given)
+    elif config is None and isinstance(own, Path) and own.is_file():
+        value = load_config(own).model_dump(mode="json")
+        value["cache"] = {name: each for name, each in value["cache"].items() if name not in _OF_A_MACHINE}
+        return overridden(value, str(own), assignments, given)
+    return load_config(config, assignments, given)
+
+
+def public_settings(config: Config) -> dict[str, Any]:
+    """The settings that a published cache carries, as qwen.yaml has them: those of the source that are not the
+    defaults, the dataset and the model if they are on the hub."""
+    defaults = Config()
+    data = config.data.model_dump(mode="json")
+    standard = defaults.data.model_dump(mode="json")
+    shown: dict[str, Any] = {
+        name: value for name, value in data.items() if name not in _PRIVATE and value != standard[name]
+    }
+    named = [each for column in data["columns"].values() for each in (column if isinstance(column, list) else [column])]
+    if any(each and Path(each).is_absolute() for each in named):
+        shown.pop("columns")
+    if config.data.source.startswith(HUB_DATASETS):
+        shown["source"] = config.data.source
+    value = {"data": shown} if shown else {}
+    if name := public_model(config):
+        value["model"] = {"path": name, **({"revision": config.model.revision} if config.model.revision else {})}
+    return value
+
+
+def public_model(config: Config) -> str | None:
+    """The model's repository on the hub; None for a folder of this machine."""
+    name = config.model.path or ""
+    return name if _HUB_MODEL.fullmatch(name) and not Path(name).exists() else None
+
+
+def _remote(path: Url) -> dict[str, Any] | None:
+    """The public settings of a remote qwen.yaml; None if there is none."""
+    try:
+        value = parse_yaml(path.read_bytes(MAX_BYTES).decode("utf-8"), path)
+    except FileNotFoundError:
+        return None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"this is not YAML: {error}", where=path) from None
+    if not isinstance(value, dict):
+        raise ConfigError("a mapping of sections is expected", where=path, found=type(value).__name__)
+    return public_settings(overridden(value, str(path)))

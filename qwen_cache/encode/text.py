@@ -31,8 +31,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
 from qwen_cache.errors import ModelError, SourceError
+from qwen_cache.experimental.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.format.identity import Phrase
-from qwen_cache.grounding.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.models.devices import WHOLE, Placement, has_streams, is_accelerator, join_on_device, place, to_device
 from qwen_cache.models.encoders import batch_windows, load_processor, load_text_encoder, load_tokenizer
 from qwen_cache.models.family import VISION_END, Template, pixel_token, pixel_token_told

@@ -27,9 +27,8 @@ from qwen_cache.encode.builder import (
     fitting_model,
     prepare_build,
 )
-from qwen_cache.encode.edit_mask import EditMasks
-from qwen_cache.encode.recipe import make_recipe
-from qwen_cache.encode.slices import SourceSlice
+from qwen_cache.encode.plan import SourceSlice
+from qwen_cache.encode.recipe import EditMasks, make_recipe
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format import directory
 from qwen_cache.models.folder import ModelFolder

@@ -23,10 +23,10 @@ from qwen_cache.encode.builder import (
     Encoding,
     WorkersState,
     Writers,
+    cut_into_chunks,
     other_caches,
     staging_name,
 )
-from qwen_cache.encode.chunks import cut_into_chunks
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConflictError
 from qwen_cache.extras import __version__, installed

@@ -38,7 +38,7 @@ from qwen_cache.storage.stores import store_of
 
 AFTER_PROMPT = 5
 """Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`); they are never shared rows."""
-SHOWN = 10  # samples that an error lists
+SHOWN = 10  # names that an error lists
 
 
 def plan_migration(source: Path | Url, target: Path | Url, old: int, new: int) -> Update:
@@ -137,7 +137,6 @@ def _row_bytes(meta: SampleMeta) -> int:
 # in several caches is taken from the first one: under the same key, processors give different last digits. Every copied
 # sample is checked. Caches of different format versions are refused, and different recipes of one name.
 
-SHOWN = 10  # names that an error lists
 COPIES = 8  # shards copied within a store at a time; no byte of them passes this machine
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.encode.builder import as_encoded, check_tokens, read_rows
-from qwen_cache.encode.plan import NEW, BuildPlan, Rules, make_plan
-from qwen_cache.encode.remembered_images import RememberedImages
+from qwen_cache.encode.plan import NEW, BuildPlan, RememberedImages, Rules, make_plan
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.directory import shards_here

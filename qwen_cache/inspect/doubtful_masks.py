@@ -20,19 +20,21 @@ from PIL import Image
 from rich.table import Table
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.cache import Sample, open_recipes
-from qwen_cache.format.index import KEY_DIGITS
-from qwen_cache.grounding.cached import (
+from qwen_cache.experimental.masks import (
     Disagreement,
+    MaskHead,
     disagreements,
+    encoder_of,
     head_mask_of,
+    load_head,
     mask_of,
     masked_positions,
     no_masked_samples,
 )
-from qwen_cache.grounding.head import MaskHead, encoder_of, load_head
+from qwen_cache.format.cache import Sample, open_recipes
+from qwen_cache.format.index import KEY_DIGITS
 from qwen_cache.html.grid import make_grid
-from qwen_cache.inspect.images import overlaid
+from qwen_cache.inspect.flags import overlaid
 from qwen_cache.inspect.summary import Survey
 from qwen_cache.models.devices import choose_device, torch_dtype
 from qwen_cache.models.folder import ModelFolder, open_model
@@ -141,7 +143,7 @@ def save_images(
     doubtful: DoubtfulMasks, path: Path, model: ModelFolder, device: torch.device, dtype: torch.dtype
 ) -> None:
     """Write a PNG with a row for each mask: control, target, and the target under either mask."""
-    from qwen_cache.encode.decode import load_vae  # seconds, and the table needs no VAE
+    from qwen_cache.encode.vae import load_vae  # seconds, and the table needs no VAE
 
     vae, shown = load_vae(model, device, dtype), doubtful.top[:MAX_IMAGE_ROWS]
     rows = []
@@ -158,7 +160,7 @@ def save_images(
 
 def decode_pair(vae: Any, sample: Sample) -> tuple[Image.Image, Image.Image]:
     """The first control, which the attention refers to, and the target."""
-    from qwen_cache.encode.decode import decode_images
+    from qwen_cache.encode.vae import decode_images
 
     (control,) = decode_images(vae, sample["control_latents"], sample.img_shapes[1:2])
     (target,) = decode_images(vae, sample["image_latents"], sample.img_shapes[:1])

@@ -25,7 +25,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from qwen_cache.web import RefusedError, answer, as_json, is_loopback
+from qwen_cache.service.http import RefusedError, answer, as_json, is_loopback
 
 MAX_BODY = 256_000_000  # bytes: images that are uploaded
 READING = ("GET", "HEAD")

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 
 from qwen_cache.errors import OutdatedError, QwenCacheError
+from qwen_cache.service.http import RefusedError, answer, as_json, json_bytes
 from qwen_cache.ui.access import Access
 from qwen_cache.ui.build import routes_of as build_routes
 from qwen_cache.ui.data.routes import routes_of as data_routes
@@ -25,7 +26,6 @@ from qwen_cache.ui.pages import PATHS, pages_of
 from qwen_cache.ui.settings import routes_of as settings_routes
 from qwen_cache.ui.train.routes import routes_of as train_routes
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError, answer, as_json, json_bytes
 
 LOG = logging.getLogger("qwen_cache.ui")
 

@@ -14,12 +14,12 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import Config
 from qwen_cache.ui.jobs.command import Command
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 SECTIONS = ("data", "cache", "model")
 OPTIONS = {

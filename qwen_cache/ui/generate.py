@@ -27,6 +27,7 @@ from starlette.responses import Response
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.service.http import RefusedError, as_json
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import read_bytes
@@ -37,7 +38,6 @@ from qwen_cache.ui.jobs.job import Job
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.settings import Changes, options_of
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError, as_json
 
 KIND = "generate"
 LORA_NAME = "pytorch_lora_weights.safetensors"

@@ -12,8 +12,8 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, HTMLResponse
 
 from qwen_cache.html.page import FOLDER, render
+from qwen_cache.service.http import RefusedError
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 HERE = Path(__file__).parent
 PAGES = {"data": "Data", "build": "Build", "train": "Train", "generate": "Generate", "queue": "Queue"}

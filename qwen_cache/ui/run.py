@@ -17,14 +17,13 @@ from types import FrameType
 import uvicorn
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.service.http import address_of, limits, protocol
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_cache.ui.app import make_app
 from qwen_cache.ui.decoding import return_large_blocks
 from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import address_of
-from qwen_cache.web.connection import limits, protocol
 
 SECONDS_TO_END = 3  # for the last answers
 CONNECTIONS = 256  # at a time; a browser opens six

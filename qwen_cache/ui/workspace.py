@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.remote import Url, location
-from qwen_cache.web import RefusedError
 
 STATE = ".qwen-ui"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastapi.responses import FileResponse
 
-from qwen_cache.web import RefusedError
+from qwen_cache.service.http import RefusedError
 
 KINDS = {".html": "text/html; charset=utf-8", ".js": "text/javascript; charset=utf-8"}
 SANDBOX = {

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from contextlib import suppress
 
-from qwen_cache.client.client import Client
 from qwen_cache.errors import TrainError
+from qwen_cache.service.client import Client
 from qwen_cache.settings.load import Config
 
 COMMAND = "from qwen_cache.cli import main; main()"

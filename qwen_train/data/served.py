@@ -20,14 +20,14 @@ import numpy as np
 import pyarrow as pa
 
 from qwen_cache.batching import IntArray, MixturePart
-from qwen_cache.client.client import Client
-from qwen_cache.client.encoding import THREADS, encoded, plan_at, text_tokens
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import dataset_identity
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.format.sample import token_count
+from qwen_cache.service.client import Client
+from qwen_cache.service.encoding import THREADS, encoded, plan_at, text_tokens
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import WeightedCache
 from qwen_train.data.own_server import OwnServer

@@ -18,8 +18,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.encode.decode import decode_latents, load_vae, parts_of
-from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.encode.vae import VaeThatFits, decode_latents, load_vae, parts_of
 from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size

@@ -17,7 +17,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
-from qwen_cache.encode.decode import decode_images
+from qwen_cache.encode.vae import decode_images
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash

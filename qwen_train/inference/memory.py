@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen_cache.encode.latents import latent_space
 from qwen_cache.encode.memory import (
     Component,
     TextWork,
@@ -31,6 +30,7 @@ from qwen_cache.encode.memory import (
     vae_lane,
     vae_on_meta,
 )
+from qwen_cache.encode.vae import latent_space
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.models.devices import WHOLE, Placement, Quantization, bytes_of, peak_of, torch_dtype, with_reserve

@@ -22,8 +22,7 @@ from diffusers import (
 from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
-from qwen_cache.encode.latents import vae_class
-from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.encode.vae import VaeThatFits, vae_class
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.family import PipelineName

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
 
-from qwen_cache.encode.micro_batches import Batcher
+from qwen_cache.encode.lanes import Batcher
 from qwen_cache.encode.text import TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.models.folder import ENCODER_PARTS, open_model

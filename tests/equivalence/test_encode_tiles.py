@@ -18,15 +18,15 @@ from diffusers import QwenImage21Pipeline, QwenImageEditPlusPipeline
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qwen_cache.encode import tiles
-from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.encode.tiles import (
+from qwen_cache.encode import vae as tiles
+from qwen_cache.encode.vae import (
     HEIGHT,
     WIDTH,
     FirstFrame,
     VaeThatFits,
     decode_in_tiles,
     encode_in_tiles,
+    for_single_frames,
     reach,
     spans,
     windows,

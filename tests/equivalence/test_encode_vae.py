@@ -22,8 +22,7 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwen
 from PIL import Image
 from torch import Tensor
 
-from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.encode.vae import VaeEncoder
+from qwen_cache.encode.vae import VaeEncoder, for_single_frames
 from qwen_cache.errors import SourceError
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.sources.sizes import calculate_dimensions

@@ -19,9 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from qwen_cache.encode import tiles
-from qwen_cache.encode.single_frame import for_single_frames
-from qwen_cache.encode.tiles import Window
+from qwen_cache.encode import vae as tiles
+from qwen_cache.encode.vae import Window, for_single_frames
 from qwen_train.model import transformer
 from tests.support.judge import (
     AS_FAR,

@@ -25,10 +25,16 @@ from diffusers import (
 from PIL import Image
 from torch import Tensor, nn
 
-from qwen_cache.encode.decode import decode_images, decode_latents, load_vae
-from qwen_cache.encode.latents import LATENT_SPACES, latent_space, vae_class
-from qwen_cache.encode.tiles import VaeThatFits
-from qwen_cache.encode.vae import VaeEncoder
+from qwen_cache.encode.vae import (
+    LATENT_SPACES,
+    VaeEncoder,
+    VaeThatFits,
+    decode_images,
+    decode_latents,
+    latent_space,
+    load_vae,
+    vae_class,
+)
 from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import ModelFolder
 from tests.support.photographs import photograph

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 
-from qwen_cache.encode.tiles import VaeThatFits
+from qwen_cache.encode.vae import VaeThatFits
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as pipelines

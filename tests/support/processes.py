@@ -40,9 +40,8 @@ from .paths import ROOT
 from .waiting import HANG
 
 IMPORTED = (
-    *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.encode_worker", "qwen_cache.cli.serve"),
-    *("qwen_cache.cli.spot_check", "qwen_cache.cli.verify", "qwen_cache.cli.watch", "qwen_cache.encode.load"),
-    *("qwen_cache.encode.settled", "qwen_cache.terminal", "qwen_cache.serve.run"),
+    *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.serve", "qwen_cache.cli.spot_check"),
+    *("qwen_cache.cli.verify", "qwen_cache.encode.vae", "qwen_cache.encode.lanes", "qwen_cache.service.app"),
     *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.train"),
     *("qwen_train.inference.generator", "qwen_train.inference.images", "qwen_train.inference.pipeline"),
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",

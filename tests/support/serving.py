@@ -12,13 +12,12 @@ import numpy as np
 from PIL import Image
 
 from qwen_cache.encode.builder import BuildJob, Encoding, prepare_service
-from qwen_cache.serve.engine import Engine
-from qwen_cache.serve.form import Uploaded
-from qwen_cache.serve.log import log
-from qwen_cache.serve.run import serve
+from qwen_cache.service.app import log, serve
+from qwen_cache.service.engine import Engine
+from qwen_cache.service.http import open_socket
+from qwen_cache.service.routes import Uploaded
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.rows import Row
-from qwen_cache.web import open_socket
 
 from .caches import SMALL
 from .fake_lanes import FakeLanes

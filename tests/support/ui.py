@@ -17,11 +17,11 @@ from typing import Any
 import uvicorn
 from starlette.testclient import TestClient
 
+from qwen_cache.service.http import address_of, open_socket
 from qwen_cache.ui.app import make_app
 from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.jobs.queue import Queue
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import address_of, open_socket
 
 from .waiting import HANG
 

@@ -18,7 +18,7 @@ import torch
 from bench_train import ENCODER_BYTES
 from make_tiny_model import make_tiny_model
 
-from qwen_cache.encode.load import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
+from qwen_cache.encode.preflight import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
 from qwen_cache.encode.text import TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.models.folder import open_model

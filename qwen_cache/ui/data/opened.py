@@ -17,6 +17,7 @@ from typing import Any
 
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources import left_out
 from qwen_cache.sources.detect import (
@@ -38,7 +39,6 @@ from qwen_cache.ui.data.inside import check_links, readable
 from qwen_cache.ui.data.scan import Scan, areas
 from qwen_cache.ui.data.view import Positions, Shown, View, counts, positions, text_of
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 WATCHED = 4096  # folders and files whose times say whether a source has changed
 VIEWS = 8

@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.service.http import RefusedError, as_json
 from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED, Entry
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
@@ -33,7 +34,6 @@ from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
 from qwen_cache.ui.data.view import FILTERS, View
 from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.workspace import STATE, Workspace
-from qwen_cache.web import RefusedError, as_json
 
 MOST_ROWS = 200  # of one answer
 MOST_OPEN = 3  # sources that are kept in memory

@@ -1,7 +1,7 @@
 """Duplicates and outliers of a source, found in a thread that yields to everything else.
 
 What is learned of an image is remembered by its file in the state folder, so a second scan reads what has changed. A
-finding is a question, not a fault. Near-duplicates are those of `inspect/duplicates.py`, limits those of
+finding is a question, not a fault. Near-duplicates are those of `inspect/flags.py`, limits those of
 `inspect/flags.py` where it has one.
 """
 
@@ -169,7 +169,7 @@ class Scan:
 
     def _near(self, facts: Sequence[Facts], firsts: Mapping[str, Sequence[int]]) -> list[list[int]]:
         """Groups of rows whose targets resemble each other, equal ones once each."""
-        from qwen_cache.inspect.duplicates import SIDE, near_duplicates
+        from qwen_cache.inspect.flags import SIDE, near_duplicates
 
         shown = [rows[0] for rows in firsts.values() if facts[rows[0]].signature]
         self.what, self.done, self.total = "comparing images", 0, len(shown)
@@ -206,7 +206,7 @@ def _known(memory: RememberedFiles, role: str, image: Readable) -> tuple[str, in
 
 
 def _read(role: str, image: Readable) -> bytes:
-    from qwen_cache.inspect.duplicates import thumbnail_signature
+    from qwen_cache.inspect.flags import thumbnail_signature
 
     data = image.read()
     digest = bytes.fromhex(content_hash(data))

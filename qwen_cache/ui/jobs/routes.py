@@ -12,9 +12,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from qwen_cache.errors import JobError
+from qwen_cache.service.http import RefusedError
 from qwen_cache.ui.jobs.job import Job, NoJobError, State
 from qwen_cache.ui.jobs.queue import Queue
-from qwen_cache.web import RefusedError
 
 
 class Move(BaseModel, extra="forbid"):

@@ -19,12 +19,12 @@ from typing import Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.manifest import MANIFEST_NAME
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import CONFIG_NAME, read_yaml
 from qwen_cache.storage.files import WINDOWS, is_link, open_file
 from qwen_cache.ui.train import metrics
 from qwen_cache.ui.workspace import Workspace
-from qwen_cache.web import RefusedError
 
 DEPTH = 4  # levels of folders: runs/2026/cats/out
 MOST_FOLDERS = 4000

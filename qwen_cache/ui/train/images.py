@@ -22,9 +22,9 @@ from typing import Any
 
 from PIL import Image
 
+from qwen_cache.service.http import RefusedError
 from qwen_cache.storage.files import is_link, open_file
 from qwen_cache.text import parse_json
-from qwen_cache.web import RefusedError
 
 VALIDATION = "validation"
 STEP = re.compile(r"step-(\d{1,15})")

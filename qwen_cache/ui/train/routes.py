@@ -18,6 +18,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.load import parse_yaml
 from qwen_cache.ui.jobs.checks import Checks
 from qwen_cache.ui.jobs.command import Command
@@ -27,7 +28,6 @@ from qwen_cache.ui.train import folders, images, metrics
 from qwen_cache.ui.train.command import Continued, Form, Prepared, encoding, new_run, planned, resumed
 from qwen_cache.ui.workspace import Workspace
 from qwen_cache.ui.written_pages import written_page
-from qwen_cache.web import RefusedError
 
 KIND = "train"
 DECODE = "decode"

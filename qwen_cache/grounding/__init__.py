@@ -1,1 +1,0 @@
-"""The place of an edit: from attention, or from the difference of images."""

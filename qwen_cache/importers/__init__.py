@@ -1,1 +1,0 @@
-"""Import of other trainers' caches: one module per tool reads, `writer` writes."""

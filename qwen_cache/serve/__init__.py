@@ -1,1 +1,0 @@
-"""Encoders that stay loaded, for many clients: `qwen-cache serve`."""

@@ -1,0 +1,1 @@
+"""Encoders that stay loaded, for many clients: `qwen-cache serve` and its client."""

@@ -1,1 +1,0 @@
-"""A cache as a dataset repository on the hub."""
