@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
     from qwen_train.inference.generator import GeneratedImages, Generator
-    from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+    from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
     from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
 __all__ = [
@@ -28,7 +28,7 @@ _HOMES = {
     "GeneratedImages": "qwen_train.inference.generator",
     "Generator": "qwen_train.inference.generator",
     "NoiseSchedule": "qwen_train.flow",
-    "QwenImage21MultiResTransformer2DModel": "qwen_train.model.qwen_image_21.transformer",
+    "QwenImage21MultiResTransformer2DModel": "qwen_train.model.qwen_image_21",
     "QwenImageMultiResTransformer2DModel": "qwen_train.model.transformer",
     "flow_loss": "qwen_train.flow",
     "interpolate": "qwen_train.flow",

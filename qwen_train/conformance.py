@@ -19,8 +19,8 @@ from qwen_cache.format.sample import token_count
 from qwen_cache.torch import CacheBatches
 from qwen_train.data.batches import Batch
 from qwen_train.flow import NoiseSchedule, sample_u
-from qwen_train.loss import compute_loss
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.training.loss import compute_loss
 
 
 def padded(transformer: Any) -> Callable[[dict[str, Any]], Tensor]:

@@ -28,12 +28,15 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.lora.files import WEIGHTS_NAME
-from qwen_train.model.frozen_layers import replace_layers
-from qwen_train.model.modulation import TabulatedTransformer2DModel, check_settings
-from qwen_train.model.offload import check_settings as check_offload
-from qwen_train.model.sharding import assign, full_tensor
-from qwen_train.model.single_file import load_single_file, quantize
-from qwen_train.model.stock import trained_class
+from qwen_train.model.modulation import (
+    TabulatedTransformer2DModel,
+    check_settings,
+    load_single_file,
+    quantize,
+    trained_class,
+)
+from qwen_train.model.placement import assign, full_tensor, replace_layers
+from qwen_train.model.placement import check_settings as check_offload
 
 CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder

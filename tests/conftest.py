@@ -214,9 +214,9 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
 @pytest.fixture
 def forked_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoding process of `--encode-on-the-fly` need not import what it computes with."""
-    from qwen_train.data import own_server
+    from qwen_train.data import served
 
-    monkeypatch.setattr(own_server, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
+    monkeypatch.setattr(served, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": popen}))
 
 
 @pytest.fixture
@@ -225,12 +225,12 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
     from diffusers.pipelines.qwenimage21 import pipeline_qwenimage21
 
-    from qwen_train.inference import prompts
+    from qwen_train.inference import pipeline
 
     from .support.judge import SMALL_AREA
 
-    ours = prompts.calculate_dimensions
-    monkeypatch.setattr(prompts, "calculate_dimensions", lambda area, size: ours(SMALL_AREA.get(area, area), size))
+    ours = pipeline.calculate_dimensions
+    monkeypatch.setattr(pipeline, "calculate_dimensions", lambda area, size: ours(SMALL_AREA.get(area, area), size))
     for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus, pipeline_qwenimage21):
         stock = module.calculate_dimensions
         monkeypatch.setattr(

@@ -24,14 +24,13 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import LoraConfig
-from qwen_train.inference.loras import check_loras, load_loras
-from qwen_train.lora.adapter import METADATA_KEY, add_lora, lora_weights, start_from, write_lora
-from qwen_train.lora.assistant import read_assistant
+from qwen_train.inference.pipeline import check_loras, load_loras
+from qwen_train.lora.adapter import METADATA_KEY, add_lora, lora_weights, read_assistant, start_from, write_lora
 from qwen_train.lora.export import export as export_file
 from qwen_train.lora.files import WeightedLora, parse_lora
 from qwen_train.lora.reader import read_lora
-from qwen_train.resumable import differences as setting_differences
-from qwen_train.resumable import fixed_settings
+from qwen_train.training.start import differences as setting_differences
+from qwen_train.training.start import fixed_settings
 
 from .support.commands import refused, run
 from .support.judge import TOLERANCE

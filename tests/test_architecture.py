@@ -99,9 +99,8 @@ CUDA_ALONE = {
     "qwen_cache/cli/doctor.py": "the driver's reason for refusing a device",
     "qwen_cache/encode/cluster.py": "Ray's GPUs, by the name that torch gives those of NVIDIA and AMD",
     "qwen_cache/ui/train/command.py": "CUDA_VISIBLE_DEVICES, which AMD's runtime reads too",
-    "qwen_train/model/joint_attention.py": "torch's variable-length flash attention",
-    "qwen_train/memory/predict.py": "an accelerator, whichever",
-    "qwen_train/memory/exhausted.py": "a setting of CUDA's allocator",
+    "qwen_train/model/attention.py": "torch's variable-length flash attention",
+    "qwen_train/memory.py": "an accelerator, whichever; a setting of CUDA's allocator",
 }
 
 
@@ -153,9 +152,9 @@ def test_no_file_chooses_what_reads_it() -> None:
         ("qwen_cache/sources/images.py", "Image.open"): "FORMATS",
         ("qwen_cache/sources/webdataset.py", "tarfile.open"): "'r:'",
         ("qwen_cache/ui/train/images.py", "Image.open"): "['PNG']",
-        ("qwen_train/inference/jobs.py", "Image.open"): "['PNG']",
-        ("qwen_train/publish.py", "Image.open"): "['PNG']",
-        ("qwen_train/report.py", "Image.open"): "['PNG']",
+        ("qwen_train/inference/images.py", "Image.open"): "['PNG']",
+        ("qwen_train/training/publish.py", "Image.open"): "['PNG']",
+        ("qwen_train/training/report.py", "Image.open"): "['PNG']",
     }
 
 

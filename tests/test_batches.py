@@ -40,14 +40,13 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
-from qwen_train.data.mixture import Mixture
+from qwen_train.data.samples import Mixture, split
 from qwen_train.data.served import ServedSamples
-from qwen_train.data.split import split
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
-from qwen_train.loss import compute_loss
 from qwen_train.model.modulation import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.train import batches_per_step
+from qwen_train.training.loss import compute_loss
+from qwen_train.training.train import batches_per_step
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")

@@ -21,10 +21,10 @@ from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import read_source
 from qwen_cache.sources.rows import Row
 from qwen_train.data.batches import Batches
-from qwen_train.data.mixture import Mixture, open_mixture
+from qwen_train.data.samples import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
-from qwen_train.inference.jobs import typed_prompts
-from qwen_train.run_settings import as_trained
+from qwen_train.inference.images import typed_prompts
+from qwen_train.run import as_trained
 
 from .support.caches import build, plan
 from .support.commands import run

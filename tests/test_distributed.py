@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen_cache.models.folder import open_model
 from qwen_cache.storage.files import locked
-from qwen_train import checkpoint
+from qwen_train.training import checkpoint
 from qwen_train.weights import load_transformer
 
 from .support.runs import (
@@ -156,7 +156,7 @@ ONE_FAILS = """
 import os, sys
 from pathlib import Path
 from qwen_cache.errors import ConfigError
-from qwen_train import preflight, prepare
+from qwen_train.training import prepare, start
 rank, which, where = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
 
 def failing(function):
@@ -167,7 +167,7 @@ def failing(function):
     return fail
 
 if where == "preflight":
-    preflight.check_tracker = failing(preflight.check_tracker)
+    start.check_tracker = failing(start.check_tracker)
 else:
     prepare.load_transformer = failing(prepare.load_transformer)
 from qwen_train.cli import main
@@ -201,7 +201,7 @@ def test_only_the_first_process_speaks_and_both_stop(train: Trainer) -> None:
 
 STOPPED = """
 import os, signal
-from qwen_train import train as training
+from qwen_train.training import train as training
 compute = training.compute_loss
 
 def stopping(*arguments):

@@ -43,7 +43,7 @@ from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Row
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.served import ServedSamples
-from qwen_train.run_settings import ToEncode
+from qwen_train.run import ToEncode
 
 from .support.caches import SMALL, contents
 from .support.commands import Result, run

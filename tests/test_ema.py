@@ -9,7 +9,7 @@ import torch
 from diffusers.training_utils import EMAModel
 from safetensors.torch import load_file
 
-from qwen_train.model.ema import Ema
+from qwen_train.model.placement import Ema
 
 from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, average_of, differences, outcome, relative_error
 

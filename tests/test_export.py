@@ -22,13 +22,13 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.sections import LoraConfig
-from qwen_train.inference.loras import check_loras, load_loras
+from qwen_train.inference.pipeline import check_loras, load_loras
 from qwen_train.lora.adapter import add_lora, lora_weights, start_from, write_lora
 from qwen_train.lora.export import attach, merge
 from qwen_train.lora.files import WeightedLora
 from qwen_train.lora.names import dotted
 from qwen_train.lora.reader import read_lora
-from qwen_train.model.stock import stock_class
+from qwen_train.model.modulation import stock_class
 
 from .support.commands import run
 from .support.judge import TOLERANCE

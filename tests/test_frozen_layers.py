@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwen_train.model.frozen_layers import InputDtypeLayerNorm, QuantizedLinear, replace_layers
+from qwen_train.model.placement import InputDtypeLayerNorm, QuantizedLinear, replace_layers
 
 from .support.judge import AS_FAR
 

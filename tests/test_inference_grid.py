@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageChops, ImageDraw, ImageOps
 
 from qwen_cache.html import grid
-from qwen_train.inference.grid import Row, compare_grid
+from qwen_train.inference.images import Row, compare_grid
 
 from .support.grids import Box, box_of
 from .support.photographs import photograph

@@ -20,7 +20,7 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.places import File
-from qwen_train.inference.jobs import (
+from qwen_train.inference.images import (
     GenerateJob,
     JobResults,
     control_images,

@@ -25,7 +25,7 @@ from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import Batches
-from qwen_train.data.mixture import Mixture
+from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 
 from .support.caches import build, plan

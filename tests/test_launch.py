@@ -7,7 +7,7 @@ import re
 import pytest
 
 from qwen_cache.errors import QwenCacheError
-from qwen_train.launch import Launch
+from qwen_train.run import Launch
 
 from .support.commands import refused, run
 

@@ -20,8 +20,8 @@ from PIL import ImageDraw
 
 from qwen_cache import open_cache
 from qwen_cache.experimental.masks import encoder_of, iou, load_head, predict_mask
-from qwen_train import mask_head
-from qwen_train.mask_head import constant_mask_iou
+from qwen_train.training import mask_head
+from qwen_train.training.mask_head import constant_mask_iou
 
 from .support.caches import SMALL
 from .support.commands import Result, refused, run

@@ -21,12 +21,12 @@ from qwen_cache.errors import ModelError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.inference.cached import generate_cached
-from qwen_train.memory import predict
-from qwen_train.memory.predict import Memory, SampleSize, predict_memory, tokens_of
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train import memory
+from qwen_train.inference.generator import generate_cached
+from qwen_train.memory import Memory, SampleSize, predict_memory, tokens_of
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
-from qwen_train.validation import evaluating
+from qwen_train.training.validation import evaluating
 
 from .support.commands import refused, run
 from .support.full_size import EDIT, EDIT_21, REAL, REAL_21, bench
@@ -180,7 +180,7 @@ def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch
     """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
     settings = [[*SETTINGS[name], "train.layout=padded"] for name in ("no checkpointing", "in float32")]
     half, whole = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
-    monkeypatch.setattr(predict.VarlenOnMeta, "_attend", predict.QwenImage21MultiResAttnProcessor._attend)
+    monkeypatch.setattr(memory.VarlenOnMeta, "_attend", memory.QwenImage21MultiResAttnProcessor._attend)
     without, same = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     keys = sum(size.text_tokens + sum(h * w for _, h, w in size.img_shapes) for size in MIXED_21)
     assert half - without > SMALL_21["num_layers"] * 2 * (2 * 128 * keys)
@@ -212,7 +212,7 @@ def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, 
     for name in ("every second block", "no checkpointing", "as it is by default"):
         few = predicted(config, SETTINGS[name], batch, device)
         with monkeypatch.context() as patch:
-            patch.setattr("qwen_train.memory.predict._names_blocks", lambda targets: True)
+            patch.setattr("qwen_train.memory._names_blocks", lambda targets: True)
             assert predicted(config, SETTINGS[name], batch, device) == few
 
 

@@ -19,7 +19,7 @@ from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.settings.sections import CacheConfig, TrainConfig, WeightedCache
 from qwen_train.data.batches import Batches
-from qwen_train.data.mixture import Mixture, open_mixture
+from qwen_train.data.samples import Mixture, open_mixture
 from qwen_train.flow import NoiseSchedule
 
 from .support.commands import Result, run

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from qwen_cache.cli import doctor
 from qwen_cache.models.devices import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
 from qwen_cache.settings.load import load_config
-from qwen_train import prepare
-from qwen_train.memory.predict import host_bytes, predict_memory
-from qwen_train.model import offload
+from qwen_train.memory import host_bytes, predict_memory
+from qwen_train.model import placement
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.training import prepare
 from qwen_train.weights import prepare_for_training
 
 from .support.commands import refused
@@ -103,7 +103,7 @@ def transformer(layers: int, offloaded: int) -> Any:
     torch.manual_seed(0)
     model = QwenImageMultiResTransformer2DModel(**{**TINY, "num_layers": layers})
     prepare_for_training(model.requires_grad_(False), load_config(None).train)
-    return offload.offload_blocks(model, offloaded, CPU) if offloaded else model
+    return placement.offload_blocks(model, offloaded, CPU) if offloaded else model
 
 
 def step(model: Any) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int) -> None:
     """Every weight that a block computes with is in the same memory, which has room for two blocks."""
     model, plain = transformer(7, offloaded), transformer(7, 0)
     places: set[tuple[int, int]] = set()
-    for block in (model.transformer_blocks[i] for i in offload.offloaded_indices(7, offloaded)):
+    for block in (model.transformer_blocks[i] for i in placement.offloaded_indices(7, offloaded)):
         slots = list(frozen_slots(block))
         block.attn.register_forward_pre_hook(
             lambda *_, slots=slots: places.update(

@@ -26,8 +26,7 @@ from qwen_cache.models.devices import FRAGMENTATION, RESERVED
 from qwen_cache.models.encoders import MODELS
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
-from qwen_train.memory.plan import Workload, plan
-from qwen_train.memory.predict import SampleSize
+from qwen_train.memory import SampleSize, Workload, plan
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.caches import SMALL_ONE_IMAGE

@@ -22,7 +22,7 @@ from qwen_cache.encode.preflight import load_lanes
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import ServeConfig
 from qwen_train.data.served import ServedSamples
-from qwen_train.run_settings import ToEncode
+from qwen_train.run import ToEncode
 
 from .support.caches import SMALL, build
 from .support.commands import Result, run

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
-from qwen_train.optimizer_names import check_optimizer
-from qwen_train.optimizers import make_optimizer, optimizer_class
+from qwen_train.training.optimizers import make_optimizer, optimizer_class
+from qwen_train.training.start import check_optimizer
 
 from .support.ranks import second_of_two
 

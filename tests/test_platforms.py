@@ -30,8 +30,8 @@ from qwen_cache.options import write_utf8
 from qwen_cache.storage import files
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked
 from qwen_cache.storage.remote import Copy
-from qwen_train.inference import jobs
-from qwen_train.signals import Signals
+from qwen_train.inference import images
+from qwen_train.run import Signals
 
 from .support.caches import contents
 from .support.commands import run
@@ -454,11 +454,11 @@ def test_a_run_stops_on_the_signals_that_exist(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_that_windows_takes_for_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jobs.checked_name("cats/a:b") == "cats/a:b"
-    monkeypatch.setattr(jobs, "WINDOWS", True)
-    assert jobs.checked_name("cats/a") == "cats/a"
+    assert images.checked_name("cats/a:b") == "cats/a:b"
+    monkeypatch.setattr(images, "WINDOWS", True)
+    assert images.checked_name("cats/a") == "cats/a"
     with pytest.raises(SourceError, match=r"a:b\?: Windows does not allow this file name.*\n  → rename it"):
-        jobs.checked_name("a:b?")
+        images.checked_name("a:b?")
 
 
 def test_output_is_utf8_whatever_the_system_writes(monkeypatch: pytest.MonkeyPatch) -> None:

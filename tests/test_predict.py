@@ -29,9 +29,8 @@ from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
-from qwen_train.inference.axes import grid_cells, parse_axes
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.inference.images import grid_cells, parse_axes
+from qwen_train.inference.pipeline import Devices, load_pipeline
 from qwen_train.lora.files import WEIGHTS_NAME, WeightedLora, find_assistant, parse_lora
 
 from .support.commands import Result, run

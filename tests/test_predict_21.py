@@ -23,13 +23,12 @@ from safetensors.torch import save_file
 from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
-from qwen_train.inference import comparison, generator, many
-from qwen_train.inference.generator import Generator
-from qwen_train.inference.images import save_images
-from qwen_train.inference.jobs import COMPONENTS, COMPONENTS_FOR_A_CACHE
-from qwen_train.inference.many import settings_that_matter
-from qwen_train.inference.pipeline import load_pipeline
-from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.inference import generator
+from qwen_train.inference import generator as many
+from qwen_train.inference import images as comparison
+from qwen_train.inference.generator import Generator, settings_that_matter
+from qwen_train.inference.images import COMPONENTS, COMPONENTS_FOR_A_CACHE, save_images
+from qwen_train.inference.pipeline import PromptEncoder, load_pipeline
 
 from .support.both_pipelines import CPU
 from .support.commands import Result, run

@@ -23,10 +23,11 @@ from qwen_cache import open_cache
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.places import File
-from qwen_train.inference import comparison, generator, many
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.jobs import COMPONENTS, GenerateJob, control_images
-from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.inference import generator
+from qwen_train.inference import generator as many
+from qwen_train.inference import images as comparison
+from qwen_train.inference.images import COMPONENTS, GenerateJob, control_images
+from qwen_train.inference.pipeline import Devices, PromptEncoder
 
 from .support.commands import Result, run
 from .support.judge import stock_pipeline
@@ -122,7 +123,7 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
     tiny_model: TinyModel, image: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its 16.6 GB, for two jobs with a prompt and a negative prompt each. The CPU takes the accelerator's place."""
-    monkeypatch.setattr("qwen_train.inference.settings.check_offload", lambda *_: None)
+    monkeypatch.setattr("qwen_train.inference.pipeline.check_offload", lambda *_: None)
     monkeypatch.setattr(PromptEncoder, "_offloads", True)
     moves, move = [], Qwen2_5_VLModel.to
     monkeypatch.setattr(Qwen2_5_VLModel, "to", lambda model, *to: moves.append(to) or move(model, *to))

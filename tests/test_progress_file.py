@@ -14,7 +14,7 @@ from qwen_cache.cli.build import progress_line
 from qwen_cache.encode.lanes import Batch, Lane, LaneState, WorkItem
 from qwen_cache.encode.write import Progress
 from qwen_cache.terminal import counting, progress, set_verbosity
-from qwen_train.launch import Launch, silence_others
+from qwen_train.run import Launch, silence_others
 
 from .support.waiting import wait_until
 

@@ -25,7 +25,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
 from qwen_cache.storage.remembered import sealed, write_checksums
 from qwen_train.lora.files import settings_in
-from qwen_train.publish import read_run, repository_of
+from qwen_train.training.publish import read_run, repository_of
 
 from .support.commands import Result, refused, run
 from .support.hub import UploadHub

@@ -18,7 +18,7 @@ from qwen_cache.models import devices
 from qwen_cache.models.devices import Kind, Nf4Linear, Placement, QuantizedLinear, check_quantization, quantize
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.settings.load import load_config
-from qwen_train.data.mixture import open_mixture
+from qwen_train.data.samples import open_mixture
 
 from .support.caches import build, plan
 from .support.commands import refused, run

@@ -40,7 +40,7 @@ from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage import remote
 from qwen_cache.storage import remote as local_copies
 from qwen_train.data.batches import Batches
-from qwen_train.data.mixture import Mixture
+from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 
 from .support.commands import command, run

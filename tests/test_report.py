@@ -28,9 +28,9 @@ from qwen_cache.errors import TrainError
 from qwen_cache.html.page import GRID, POINTS
 from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import human_bytes, human_time
-from qwen_train import report
-from qwen_train.report import smoothed, write_report
-from qwen_train.run_folder import METRICS_NAME, TIMES
+from qwen_train.run import METRICS_NAME, TIMES
+from qwen_train.training import report
+from qwen_train.training.report import smoothed, write_report
 
 from .support.commands import refused, run
 from .support.runs import IMAGES, LORA, Trainer, metrics
@@ -535,7 +535,7 @@ def test_the_command_makes_the_same_page_again_wherever_the_folder_is(train: Tra
 
 
 def test_every_checkpoint_renews_it(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qwen_train import train as training
+    from qwen_train.training import train as training
 
     seen: list[int] = []
     renew = training.renew_report

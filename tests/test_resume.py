@@ -31,11 +31,11 @@ from qwen_cache.settings.load import load_config
 from qwen_cache.storage import files
 from qwen_cache.storage.files import LockHeldError, locked
 from qwen_cache.storage.remembered import write_checksums
-from qwen_train import checkpoint, preflight, prepare, weights
-from qwen_train import train as training
-from qwen_train.launch import Launch
-from qwen_train.model.sharding import assign
-from qwen_train.run_folder import only_run
+from qwen_train import weights
+from qwen_train.model.placement import assign
+from qwen_train.run import Launch, only_run
+from qwen_train.training import checkpoint, prepare, start
+from qwen_train.training import train as training
 
 from .support.commands import refused
 from .support.crash import Crash
@@ -493,7 +493,7 @@ def test_the_lock_comes_before_the_look_for_checkpoints(train: Trainer, monkeypa
             pytest.fail("two hold the lock")
         raise Crash
 
-    monkeypatch.setattr(preflight, "checkpoints", look)
+    monkeypatch.setattr(start, "checkpoints", look)
     with pytest.raises(Crash):
         train.try_()
     assert list(train.folder.iterdir()) == []
@@ -544,7 +544,7 @@ def test_without_locks_a_run_goes_ahead_and_says_so(train: Trainer, monkeypatch:
 def test_a_checkpoint_of_another_run_is_not_replaced(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where files cannot be locked, there may be one."""
     (other := train.folder / "out" / "checkpoint-1").mkdir(parents=True)
-    monkeypatch.setattr(preflight, "checkpoints", lambda _: [])
+    monkeypatch.setattr(start, "checkpoints", lambda _: [])
     result = train.try_(train__max_steps=1)
     refused(result, "checkpoint-1 cannot be written: another run has written it", "stop the other run")
     assert list(other.iterdir()) == []

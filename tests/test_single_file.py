@@ -35,9 +35,8 @@ from qwen_cache.models.single_file import (
     StoredTensor,
     open_single_file,
 )
-from qwen_train.model.frozen_layers import UnpackedLinear, replace_layers
-from qwen_train.model.single_file import load_single_file
-from qwen_train.model.stock import trained_class
+from qwen_train.model.modulation import load_single_file, trained_class
+from qwen_train.model.placement import UnpackedLinear, replace_layers
 
 from .support.commands import refused, run
 from .support.full_size import REAL
@@ -312,7 +311,7 @@ def test_a_missing_package_is_named_before_torch_is_loaded(
 
 def test_the_memory_plan_counts_what_the_file_stores() -> None:
     from qwen_cache.settings.load import load_config
-    from qwen_train.memory.predict import frozen_bytes, on_meta, quantization_of
+    from qwen_train.memory import frozen_bytes, on_meta, quantization_of
 
     settings = load_config(None, [])
     blocks = on_meta({**REAL, "num_layers": 1}, settings).requires_grad_(False)
@@ -491,7 +490,7 @@ def test_predict_adds_a_lora_to_quantised_weights(
 
 
 def test_images_of_another_file_are_not_taken_for_present_ones(model: Path, tmp_path: Path) -> None:
-    from qwen_train.inference.many import fingerprint
+    from qwen_train.inference.generator import fingerprint
 
     found = []
     for layout in ("bf16", "fp8"):
@@ -541,8 +540,7 @@ def test_a_nunchaku_folder_is_loaded_by_diffusers_with_its_layers(
     from diffusers.quantizers.nunchaku import nunchaku_quantizer
 
     from qwen_cache.settings.sections import PredictConfig
-    from qwen_train.inference.devices import choose
-    from qwen_train.inference.pipeline import load_pipeline
+    from qwen_train.inference.pipeline import choose, load_pipeline
 
     class StandIn(torch.nn.Module):
         def __init__(self, width: int) -> None:

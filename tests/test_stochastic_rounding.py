@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_train.memory.predict import predict_memory
-from qwen_train.optimizer_names import check_optimizer
-from qwen_train.optimizers import make_optimizer
+from qwen_train.memory import predict_memory
+from qwen_train.training.optimizers import make_optimizer
+from qwen_train.training.start import check_optimizer
 
 from .support.commands import refused
 from .support.full_size import EDIT, bench

@@ -342,7 +342,7 @@ WRITERS = {
     "qwen_cache/terminal.py": {"print", "Console"},
     "qwen_cache/cli/serve.py": {"print"},  # its address to the trainer, through a pipe
     "qwen_cache/service/app.py": {"print"},  # a line of JSON for each event
-    "qwen_train/data/own_server.py": {"print"},  # a token to the worker, through a pipe
+    "qwen_train/data/served.py": {"print"},  # a token to the worker, through a pipe
 }
 
 

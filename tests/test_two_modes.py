@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from qwen_cache.settings.load import Config
-from qwen_train.optimizers import evaluation_weights, make_optimizer
+from qwen_train.training.optimizers import evaluation_weights, make_optimizer
 
 from .support.commands import refused
 from .support.marks import slow

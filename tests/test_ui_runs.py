@@ -154,7 +154,7 @@ def test_of_many_points_the_outline_is_shown(seed: int) -> None:
 
 
 def test_the_usual_smoothing_is_that_of_the_report() -> None:
-    from qwen_train import report
+    from qwen_train.training import report
 
     for count in (1, 400, 401, 5000):
         assert metrics.usual_smoothing(count) == report.smoothing([(0, 0.0)] * count)

@@ -19,8 +19,8 @@ from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from safetensors import safe_open
 
 from qwen_cache import open_cache
-from qwen_train import validation
 from qwen_train.data.batches import NoisedSample
+from qwen_train.training import validation
 
 from .support.commands import refused
 from .support.judge import stock_pipeline

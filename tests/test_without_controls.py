@@ -24,8 +24,8 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.settings.sections import WeightedCache
 from qwen_train.data.batches import NoisedSample
-from qwen_train.data.mixture import Mixture
-from qwen_train.loss import compute_loss
+from qwen_train.data.samples import Mixture
+from qwen_train.training.loss import compute_loss
 
 from .support.caches import build, contents, plan
 from .support.commands import refused, run

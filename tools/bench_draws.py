@@ -31,7 +31,7 @@ from diffusers.utils import logging
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 
 CONDITIONS = (0, 1, 3, 10)
 DRAWS = (1, 2, 4, 8)

@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_transformer
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch, TokenPlaces, in_order
-from qwen_train.loss import compute_loss
-from qwen_train.memory.predict import Memory, SampleSize, predict_memory
-from qwen_train.model.stock import trained_class
-from qwen_train.optimizers import make_optimizer
+from qwen_train.memory import Memory, SampleSize, predict_memory
+from qwen_train.model.modulation import trained_class
+from qwen_train.training.loss import compute_loss
+from qwen_train.training.optimizers import make_optimizer
 from qwen_train.weights import compute_dtype, prepare_for_training, trainable
 
 FAMILIES = {"20b": QWEN_IMAGE, "2.1": QWEN_IMAGE_21}

@@ -54,8 +54,8 @@ from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.data.samples import open_samples
 from qwen_train.flow import NoiseSchedule, sample_u
-from qwen_train.loss import compute_loss
-from qwen_train.validation import noised_samples
+from qwen_train.training.loss import compute_loss
+from qwen_train.training.validation import noised_samples
 from qwen_train.weights import load_transformer, prepare_for_training, trainable
 
 TOOLS = Path(__file__).parent

@@ -374,8 +374,7 @@ def predict(
     )
     settings = load_config(config, set_, [*others, *guidance, *sizes])
     from qwen_cache.errors import ConfigError
-    from qwen_train.cli.predict import run_predict
-    from qwen_train.cli.predict_options import PredictOptions, check_guidance
+    from qwen_train.cli.predict import PredictOptions, check_guidance, run_predict
 
     check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
     if from_cache and any(sizes):

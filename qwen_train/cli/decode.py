@@ -15,10 +15,8 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.terminal import console, counting, plural, print_done, print_json
 from qwen_cache.text import plain
-from qwen_train.latents import latents_files, latents_folder
-from qwen_train.launch import in_one_process
-from qwen_train.preflight import check_tracker
-from qwen_train.run_folder import METRICS_NAME
+from qwen_train.run import METRICS_NAME, in_one_process, latents_files, latents_folder
+from qwen_train.training.start import check_tracker
 
 AWAIT_SECONDS = 2.0
 
@@ -73,7 +71,7 @@ def _decoder(settings: Config, vae_device: str) -> Decoder:
 
 def _decode(folder: Path, decoder: Decoder) -> list[Path]:
     from qwen_train.inference.decode import not_decoded
-    from qwen_train.report import write_report
+    from qwen_train.training.report import write_report
 
     images = not_decoded(latents_files(folder))
     with counting("decoding", len(images)) as advance:
@@ -92,7 +90,7 @@ def _watch(
     settings = _settings(folder, model, config, assignments)
     check_tracker(settings.logging.report_to)
     decoder = _decoder(settings, vae_device)
-    from qwen_train.watch import Watch
+    from qwen_train.training.watch import Watch
 
     watch = Watch(folder, decoder, settings)
     watch.run()

@@ -7,8 +7,8 @@ from pathlib import Path
 from qwen_cache.extras import require
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.terminal import print_done, print_json
-from qwen_train.launch import in_one_process
 from qwen_train.lora.files import check_export, find_lora
+from qwen_train.run import in_one_process
 
 
 def run_export(source: Path, to: str, out: Path, model: ModelConfig | None, *, as_json: bool) -> int:

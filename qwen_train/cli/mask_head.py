@@ -8,7 +8,7 @@ from qwen_cache.extras import require
 from qwen_cache.format.cache import open_configured
 from qwen_cache.settings.load import Config
 from qwen_cache.terminal import print_done, print_json
-from qwen_train.launch import in_one_process
+from qwen_train.run import in_one_process
 
 
 def run_mask_head(settings: Config, out: Path, *, as_json: bool) -> int:
@@ -17,7 +17,7 @@ def run_mask_head(settings: Config, out: Path, *, as_json: bool) -> int:
     in_one_process("mask-head")
     cache = open_configured(settings.cache)
     from qwen_cache.models.devices import choose_device
-    from qwen_train.mask_head import train_mask_head
+    from qwen_train.training.mask_head import train_mask_head
 
     device = choose_device(settings.mask_head.device, "--device")
     trained = train_mask_head(cache, settings.mask_head, device, out)

@@ -9,9 +9,8 @@ from qwen_cache.extras import require
 from qwen_cache.models.folder import check_name
 from qwen_cache.settings.load import Config
 from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
-from qwen_train.data.planning import Planned
-from qwen_train.data.samples import open_samples
-from qwen_train.launch import in_one_process
+from qwen_train.data.samples import Planned, open_samples
+from qwen_train.run import in_one_process
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
@@ -25,7 +24,7 @@ def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
     Planned.of(samples, settings.train)
     check_name(settings.model.path)
     from qwen_train.inference.memory import memory_beside_training
-    from qwen_train.memory.plan import Workload, plan
+    from qwen_train.memory import Workload, plan
 
     workload = Workload.of(settings, samples)
     report = plan(settings, workload, capacity) | memory_beside_training(settings, workload)
@@ -50,7 +49,7 @@ def print_plan(report: dict[str, Any]) -> None:
     """Print the report as text on stdout."""
     from rich.table import Table
 
-    from qwen_train.memory.predict import PARTS
+    from qwen_train.memory import PARTS
 
     out, table = results(soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()

@@ -8,7 +8,7 @@ from pathlib import Path
 from qwen_cache.extras import require
 from qwen_cache.terminal import console, human_bytes, print_done, print_json, print_text
 from qwen_cache.text import plain
-from qwen_train.launch import in_one_process
+from qwen_train.run import in_one_process
 
 
 def run_push(
@@ -27,7 +27,7 @@ def run_push(
     """Show or upload a trained result; the exit code."""
     require("huggingface_hub")
     in_one_process("push")
-    from qwen_train.publish import read_run, repository_of, upload
+    from qwen_train.training.publish import read_run, repository_of, upload
 
     run = read_run(folder, base_model, assignments)
     published = repository_of(run, repo, with_images=with_images, with_card=not keep_card)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from qwen_cache.terminal import print_done, print_json
-from qwen_train.launch import in_one_process
-from qwen_train.report import write_report
+from qwen_train.run import in_one_process
+from qwen_train.training.report import write_report
 
 
 def run_report(folder: Path, *, as_json: bool) -> int:

@@ -14,11 +14,8 @@ from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.terminal import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
-from qwen_train.launch import Launch, silence_others
-from qwen_train.preflight import starting
-from qwen_train.run_folder import METRICS_NAME
-from qwen_train.run_settings import ToEncode, named_in, run_settings
-from qwen_train.start import Start
+from qwen_train.run import METRICS_NAME, Launch, ToEncode, named_in, run_settings, silence_others
+from qwen_train.training.start import Start, starting
 
 SECONDS_TO_PRINT = 5
 """torchrun kills all processes as soon as one fails; so the others wait until the one with the error has printed it."""
@@ -54,8 +51,8 @@ def run_train(
 
 
 def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
-    from qwen_train.processes import EndedElsewhereError, connect, naming_lost_connections, together
-    from qwen_train.train import train_started
+    from qwen_train.training.processes import EndedElsewhereError, connect, naming_lost_connections, together
+    from qwen_train.training.train import train_started
 
     try:
         with naming_lost_connections(launch):
@@ -79,7 +76,7 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
 
 def print_result(result: Path, out: Path, *, as_json: bool) -> None:
     """Print the path of the result; with `as_json` also the output folder and the last metrics."""
-    from qwen_train.metrics import read_metrics
+    from qwen_train.training.metrics import read_metrics
 
     if not as_json:
         print_done(result)

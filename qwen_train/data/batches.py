@@ -31,8 +31,7 @@ from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import accelerator, has_streams, to_device
 from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.data.planning import Planned
-from qwen_train.data.samples import Samples
+from qwen_train.data.samples import Planned, Samples
 from qwen_train.flow import NoiseSchedule, sample_u, weighting
 
 AHEAD = 2  # batches in preparation while one is trained

@@ -32,9 +32,8 @@ from qwen_cache.storage.remembered import ZEROS, own_hash, with_own_hash
 from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, plural
 from qwen_cache.text import parse_json, plain
-from qwen_train.data.mixture import Mixture
-from qwen_train.run_folder import COMMITS, SEQUENCE
-from qwen_train.run_settings import ToEncode
+from qwen_train.data.samples import Mixture
+from qwen_train.run import COMMITS, SEQUENCE, ToEncode
 
 POLL_SECONDS = 10.0
 """A first commit takes minutes of encoding; a look at a URL is one small request."""

@@ -1,17 +1,16 @@
-"""Training without a cache: a server encodes each sample shortly before it is trained.
-
-The server is one of a team (`--encode-at`), or a process that this run starts (`--encode-on-the-fly`). Samples, batches
-and bytes equal those of a cache of the same source, so the losses are equal too, and a run can be resumed with either.
-This process still loads only the transformer.
-"""
+"""Samples that a server encodes while the run trains."""
 
 from __future__ import annotations
 
+import json
+import secrets
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotDoneError
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Lock
 from typing import TypeVar
@@ -20,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from qwen_cache.batching import IntArray, MixturePart
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import dataset_identity
 from qwen_cache.format.index import IndexRow
@@ -30,8 +29,70 @@ from qwen_cache.service.client import Client
 from qwen_cache.service.encoding import THREADS, encoded, plan_at, text_tokens
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import WeightedCache
-from qwen_train.data.own_server import OwnServer
-from qwen_train.run_settings import ToEncode
+from qwen_train.run import ToEncode
+
+# ---- own server ------------------------------------------------------------------------------------------------------
+# The server of one run: a process that encodes, and ends with this one.
+
+COMMAND = "from qwen_cache.cli import main; main()"
+TO_END = 60  # seconds: it ends after its current sample
+
+
+class OwnServer:
+    """Starts the process; `client` waits until it listens. TrainError if it has ended."""
+
+    def __init__(self, config: Config, source: str) -> None:
+        self._source, self._token = source, secrets.token_hex()
+        # In a session of its own: Ctrl-C reaches only the trainer, which stops it later.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "encode-worker", json.dumps(config.model_dump(mode="json"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
+        )
+
+    def client(self) -> Client:
+        """A client of this server."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):  # it has ended: `readline` returns nothing
+            print(self._token, file=self._process.stdin, flush=True)
+        if not (url := self._process.stdout.readline().strip()):
+            self.check(wait=True)
+        return Client(url, self._token)
+
+    def check(self, *, wait: bool = False) -> None:
+        """TrainError if the process has ended."""
+        code = self._process.wait() if wait else self._process.poll()
+        if code is not None:
+            self._close_pipes()
+            what = "the encoding process has ended; its message is above"
+            raise TrainError(what, where=self._source, found=f"exit code {code}")
+
+    def stop(self) -> None:
+        """End it: it stops when its input is closed."""
+        self._close_pipes()
+        try:
+            self._process.wait(TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # unwritten data of a process that has ended
+                if pipe:
+                    pipe.close()
+
+
+# ---- served ----------------------------------------------------------------------------------------------------------
+# Training without a cache: a server encodes each sample shortly before it is trained.
+#
+# The server is one of a team (`--encode-at`), or a process that this run starts (`--encode-on-the-fly`). Samples,
+# batches and bytes equal those of a cache of the same source, so the losses are equal too, and a run can be resumed
+# with either. This process still loads only the transformer.
 
 LOOK = 1.0  # seconds between looks at whether the server of this run has ended
 Answer = TypeVar("Answer")
@@ -101,7 +162,7 @@ class ServedSamples:
         return self._token_counts
 
     def parts(self, training: IntArray, *, one_caption: bool = False) -> list[MixturePart]:
-        """All of them: `planning.py` refuses `one_caption` where there is no index."""
+        """All of them: `samples.py` refuses `one_caption` where there is no index."""
         return [MixturePart(training)]
 
     def __len__(self) -> int:

@@ -20,24 +20,29 @@ from qwen_cache.html.grid import HEIGHT, make_grid, thumbnail
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.places import File
-from qwen_train.inference.axes import Axis, Cell
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.generator import Generator
-from qwen_train.inference.images import open_images
-from qwen_train.inference.jobs import (
+from qwen_train.inference.generator import Generator, check_paths, fingerprint, loras_that_matter, settings_that_matter
+from qwen_train.inference.images import (
+    Axis,
+    Cell,
     GenerateJob,
     JobResults,
     control_images,
     inputs_hash,
+    open_images,
     pending_jobs,
     recorded_hash,
     run_jobs,
 )
-from qwen_train.inference.loras import check_loras, set_weights
-from qwen_train.inference.many import check_paths, fingerprint, loras_that_matter, settings_that_matter
-from qwen_train.inference.pipeline import replace_loras
-from qwen_train.inference.prompts import encode_prompts
-from qwen_train.inference.settings import Sampling, check_count, check_settings
+from qwen_train.inference.pipeline import (
+    Devices,
+    Sampling,
+    check_count,
+    check_loras,
+    check_settings,
+    encode_prompts,
+    replace_loras,
+    set_weights,
+)
 from qwen_train.lora.files import WeightedLora
 
 MOST_PIXELS = 50_000_000

@@ -24,7 +24,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.files import write_durably
 from qwen_cache.storage.remembered import check_safetensors
-from qwen_train.latents import SCALES, VALIDATION, png_of
+from qwen_train.run import SCALES, VALIDATION, png_of
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,8 @@ from qwen_cache.models.folder import read_config
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
-from qwen_train.memory.plan import Workload, config_path
-from qwen_train.memory.predict import SampleSize, frozen_bytes, quantization_of
-from qwen_train.model.stock import trained_class
+from qwen_train.memory import SampleSize, Workload, config_path, frozen_bytes, quantization_of
+from qwen_train.model.modulation import trained_class
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,509 @@
-"""The stock pipelines of diffusers, each component on its own device.
-
-Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
-moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never for
-`prompt_embeds`, and leaves a shared device before VAE and transformer come. An image too large for the memory of the
-VAE's device is processed in tiles. Editing pipelines take images; `without_images` is the pipeline that takes none.
-"""
+"""The stock pipelines with parts on their own devices: settings, prompts, LoRAs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from accelerate import cpu_offload
 from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
     QwenImage21Pipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImagePipeline,
 )
 from diffusers.utils.accelerate_utils import apply_forward_hook
+from diffusers.utils.torch_utils import empty_device_cache
+from PIL import Image
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
+from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeThatFits, vae_class
-from qwen_cache.models.devices import torch_dtype
-from qwen_cache.models.encoders import load_whole
+from qwen_cache.errors import ConfigError, DeviceError, TrainError, first_line
+from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
+from qwen_cache.models.encoders import from_config, load_whole
 from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.sources.images import over_white
+from qwen_cache.sources.sizes import calculate_dimensions
+from qwen_cache.terminal import console, plural
+from qwen_cache.text import plain
 from qwen_train.flow import NoiseSchedule
-from qwen_train.inference.devices import Devices, Offload, check_offload, memory_for
-from qwen_train.inference.loras import load_loras
-from qwen_train.inference.prompts import Embedded, PromptEncoder
-from qwen_train.inference.settings import load_scheduler
-from qwen_train.lora.files import WeightedLora
-from qwen_train.model.modulation import TabulatedTransformer2DModel, tabulate
-from qwen_train.model.stock import stock_class, trained_class
+from qwen_train.lora.export import add_to_weights, attach, check_fit
+from qwen_train.lora.files import LORA, OFT, AdapterType, WeightedLora, check_base, origin_of, type_of_names
+from qwen_train.lora.reader import read_lora
+from qwen_train.model.modulation import TabulatedTransformer2DModel, check_model, stock_class, tabulate, trained_class
 from qwen_train.weights import load_file, quantization_options
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+# The devices of a pipeline's components, and advice when a device has too little memory.
+#
+# Refused: offloading without an accelerator, and offloading of components on several devices.
+
+Offload = Literal["none", "model", "sequential"]
+"""Which weights wait in host memory: none, those of idle components, or those of idle layers."""
+
+FIXES = {
+    "encoding the prompt": "run the text encoder elsewhere with --text-device, for example on the cpu, or use "
+    "--offload sequential",
+    "loading the transformer": "set model.quantization=int8, or use --offload sequential",
+    "denoising": "lower --height, --width or --num-images-per-prompt, set model.quantization=int8, or use "
+    "--offload sequential",
+    "loading the VAE": "run it elsewhere with --vae-device, for example on the cpu",
+    "encoding an image": "run the VAE elsewhere with --vae-device, for example on the cpu, or use --offload model",
+    "decoding the image": "run the VAE elsewhere with --vae-device, for example on the cpu, use --offload model, "
+    "or lower --height, --width or --num-images-per-prompt",
+}
+"""What to do, by the operation that ran out of memory."""
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The device of each component."""
+
+    vae: torch.device
+    text: torch.device
+    transformer: torch.device
+
+
+def choose(device: str, vae: str | None, text: str | None, transformer: str | None) -> Devices:
+    """The devices named on the command line; `device` is the default."""
+    named = {"--vae-device": vae, "--text-device": text, "--transformer-device": transformer}
+    return Devices(*(choose_device(name or device, option if name else "--device") for option, name in named.items()))
+
+
+def check_offload(offload: Offload, devices: Devices) -> None:
+    """Raise ConfigError unless VAE and transformer take turns on one accelerator."""
+    if offload == "none":
+        return
+    name = f"predict.offload={offload}"
+    if devices.transformer.type == "cpu":
+        do = "leave it out: on the CPU all weights are in host memory anyway"
+        raise ConfigError(f"{name} is for an accelerator", found="the transformer on the cpu", do=do)
+    if devices.vae != devices.transformer:
+        raise ConfigError(
+            f"with {name}, VAE and transformer take turns on one device",
+            found=f"{devices.vae} and {devices.transformer}",
+            do="name the same device for --vae-device and --transformer-device, or leave --offload out",
+        )
+
+
+@contextmanager
+def memory_for(doing: str, device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error into a DeviceError with advice; `doing` is a key of FIXES."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise DeviceError(f"{device} has too little memory for {doing}", found=reason, do=FIXES[doing]) from None
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+# The settings of `predict` for a model: what is not given has the pipeline's default, what does not fit is refused.
+#
+# A distilled model (`sample_sigmas` in its model_index.json) is sampled at its own noise levels, as in the stock
+# pipeline, which then ignores the number of steps: here a number is refused, since it would have no effect. Refused
+# too, before anything large is loaded: settings that the model's pipeline does not have, guidance without a negative
+# prompt, a negative prompt without guidance, sides below one step of the model's, and more images than it takes.
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a model is sampled. Make one with `Sampling.of`."""
+
+    num_inference_steps: int
+    sigmas: tuple[float, ...] | None
+    """The noise levels that are given, or saved with the model; None for evenly spaced ones."""
+    true_cfg_scale: float
+    use_kv_cache: bool
+
+    @staticmethod
+    def of(model: ModelFolder, config: PredictConfig) -> Sampling:
+        """The settings with the model's defaults."""
+        config = with_defaults(model, config)
+        sigmas = tuple(config.sigmas) if config.sigmas else model.sample_sigmas
+        steps, scale = config.num_inference_steps, config.true_cfg_scale
+        assert steps is not None
+        assert scale is not None
+        return Sampling(len(sigmas) if sigmas else steps, sigmas, scale, config.use_kv_cache is not False)
+
+
+def with_defaults(model: ModelFolder, config: PredictConfig) -> PredictConfig:
+    """The settings, with the pipeline's default for each that is None and has one."""
+    defaults = model.family.predict_defaults
+    return config.model_copy(update={name: value for name, value in defaults.items() if getattr(config, name) is None})
+
+
+def condition_area(model: ModelFolder, config: PredictConfig) -> int:
+    """About the pixels of an image for the text encoder."""
+    resolution = with_defaults(model, config).output_resolution
+    return model.template.condition_image_size if resolution is None else resolution**2
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
+    """Raise ConfigError or ModelError for settings that this model cannot take."""
+    check_offload(config.offload, devices)
+    _check_names(model, config)
+    _check_steps(model, config)
+    _check_sides(model, config)
+    transformer = model.transformer_config
+    if config.tabulated_modulation:
+        check_model(transformer)
+        if config.dtype != "bfloat16":
+            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
+            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
+    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
+    if distilled and given is None:
+        raise ConfigError(
+            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
+        )
+    if given is not None and not distilled:
+        raise ConfigError(
+            "this model is not guidance-distilled: the guidance scale would be ignored",
+            found=f"predict.guidance_scale={given:g}",
+            do="leave it out; use --true-cfg-scale with --negative-prompt",
+        )
+    if config.negative_prompt is not None and config.true_cfg_scale is None:
+        _check_default_guidance(model, config.negative_prompt)
+
+
+def _check_names(model: ModelFolder, config: PredictConfig) -> None:
+    """Raise ConfigError for a setting that the model's pipeline does not have."""
+    for name, reason in model.family.not_in_predict.items():
+        value = getattr(config, name)
+        if value != PredictConfig.model_fields[name].default:
+            raise ConfigError(
+                f"{model.family.name} has no predict.{name}: {reason}",
+                found=f"predict.{name}={json.dumps(value)}",
+                do="leave it out",
+            )
+
+
+def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
+    """The model's scheduler; ModelError if its settings cannot be read."""
+    return from_config(FlowMatchEulerDiscreteScheduler, model.scheduler_config)
+
+
+def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
+    """Raise ConfigError for steps that would be ignored, or that end in 0 / 0."""
+    saved = None if config.sigmas else model.sample_sigmas
+    steps = config.num_inference_steps
+    if saved and steps is not None:
+        raise ConfigError(
+            "this model is distilled for its own noise levels, so the number of steps would be ignored",
+            expected=f"sample_sigmas of its model_index.json: {', '.join(f'{sigma:g}' for sigma in saved)}",
+            found=f"predict.num_inference_steps={steps}",
+            do="leave it out, or give other noise levels with --sigmas",
+        )
+    sigmas = config.sigmas or saved
+    last = sigmas[-1] if sigmas else 1 / Sampling.of(model, config).num_inference_steps
+    scheduler = load_scheduler(model)
+    if last == 1 and scheduler.config.shift_terminal:  # stretched by the stock scheduler, it would be 0 / 0
+        found = f"--sigmas {last:g}" if config.sigmas else "sample_sigmas 1" if saved else "--num-inference-steps 1"
+        what = "the last sigma must be below 1" if sigmas else "one step is too few for this model's scheduler"
+        raise ConfigError(what, found=found, do="end with a smaller sigma" if sigmas else "use at least 2")
+
+
+def _check_sides(model: ModelFolder, config: PredictConfig) -> None:
+    """Raise ConfigError for a side that the pipeline would round down."""
+    step = model.family.pixels_per_step
+    for name in ("height", "width"):
+        side = getattr(config, name)
+        if side is not None and side % step:
+            below = side // step * step
+            raise ConfigError(
+                f"the sides of {model.family.name} are multiples of {step} pixels",
+                expected=f"{below} or {below + step}" if below else f"{step} or more",
+                found=f"predict.{name}={side}",
+            )
+
+
+def _check_default_guidance(model: ModelFolder, negative_prompt: str) -> None:
+    """Raise ConfigError for a negative prompt that the pipeline's default would ignore."""
+    if model.family.predict_defaults["true_cfg_scale"] <= 1:
+        raise ConfigError(
+            f"{model.family.name} generates without guidance by default, which would ignore the negative prompt",
+            found=f"predict.negative_prompt={json.dumps(negative_prompt, ensure_ascii=False)}",
+            do="give --true-cfg-scale too, such as 4, or leave the negative prompt out",
+        )
+
+
+def check_count(model: ModelFolder, images: int) -> None:
+    """Raise ConfigError if the pipeline takes fewer control images."""
+    most = model.max_controls
+    if most is not None and images > most:
+        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="give fewer")
+
+
+# ---- prompts ---------------------------------------------------------------------------------------------------------
+# Prompts for the stock pipelines, encoded by the cache's text encoder, so that training and inference agree.
+#
+# Under transformers 5, diffusers 0.42's Edit pipelines give Qwen2.5-VL one-dimensional positions; here it gets the
+# positions that it was trained with. Everything else equals the pipelines: the same modules on the same shapes. The
+# encoder is loaded on first use, stays on its device for all prompts, and then is freed or leaves, so that no device
+# holds it together with the transformer.
+
+
+def encode_prompts(
+    model: ModelFolder,
+    images: Sequence[Image.Image],
+    prompt: str,
+    negative_prompt: str | None,
+    devices: Devices,
+    dtype: torch.dtype,
+    offload: Offload = "none",
+    *,
+    area: int,
+) -> dict[str, Tensor]:
+    """The pipeline's arguments in place of the prompts, on the transformer's device; see `PromptEncoder.arguments`.
+
+    The encoder is freed.
+    """
+    encoder = PromptEncoder(model, devices.text, dtype, offload)
+    embeds = encoder.arguments(images, prompt, negative_prompt, area)
+    encoder.free()
+    return {name: tensor.to(devices.transformer) for name, tensor in embeds.items()}
+
+
+class Embedded(NamedTuple):
+    """Encoded prompts, padded on the right."""
+
+    embeds: Tensor
+    """`[B, L, D]`"""
+    mask: Tensor
+    """`[B, L]`: 1 where there is a token."""
+    is_image: Tensor
+    """`[B, L]`: where it is a token of an image."""
+
+
+@dataclass
+class PromptEncoder:
+    """The text encoder: loaded on first use, kept until it is freed.
+
+    With `offload` of `model` its weights are on the device from a prompt until `leave`; of `sequential`, one layer's.
+    """
+
+    model: ModelFolder
+    device: torch.device
+    dtype: torch.dtype
+    offload: Offload = "none"
+    _encoder: TextEncoder | None = None
+
+    def arguments(
+        self, images: Sequence[Image.Image], prompt: str, negative_prompt: str | None, area: int
+    ) -> dict[str, Tensor]:
+        """A pipeline's arguments in place of the prompts for `images` of any size, resized to about `area` pixels.
+
+        They are `prompt_embeds` and `prompt_embeds_mask`, for Qwen-Image-2.1 also `image_pad_mask`; with a negative
+        prompt also the same, named `negative_…`.
+        """
+        resized = [p.resize(calculate_dimensions(area, p.size), Image.Resampling.LANCZOS) for p in images]
+        arguments: dict[str, Tensor] = {}
+        for kind, text in (("", prompt), ("negative_", negative_prompt)):
+            if text is not None:
+                embeds, mask, is_image = self.embed([text], resized)
+                arguments |= {f"{kind}prompt_embeds": embeds, f"{kind}prompt_embeds_mask": mask}
+                arguments |= {f"{kind}image_pad_mask": is_image} if self.model.family.joint_sequence else {}
+        return arguments
+
+    def embed(self, prompts: Sequence[str], images: Sequence[Image.Image]) -> Embedded:
+        """The prompts about the resized `images`, padded as in the pipelines.
+
+        In Qwen-Image-2.1 all prompts share all images, whose transparency is laid over white. In the 20B family images
+        are split evenly over the prompts; ValueError if that is impossible.
+        """
+        shared = self.model.family.joint_sequence
+        images = [over_white(image) for image in images] if shared else images
+        per_prompt, remainder = divmod(len(images), len(prompts))
+        if not shared and (remainder or per_prompt > (self.model.max_controls or len(images))):
+            raise ValueError(f"{len(images)} images for {len(prompts)} prompts of a {self.model.pipeline}")
+        with memory_for("encoding the prompt", self.device):
+            encoder = self._load()
+            encoded = [
+                encoder.encode_whole(images if shared else images[i * per_prompt : (i + 1) * per_prompt], prompt)
+                for i, prompt in enumerate(prompts)
+            ]
+        masks = [row.new_ones(len(row), dtype=torch.long) for row, _ in encoded]
+        rows, slots = ([each[i] for each in encoded] for i in range(2))
+        return Embedded(*(pad_sequence(each, batch_first=True) for each in (rows, masks, slots)))
+
+    def leave(self) -> None:
+        """Make room on the device: weights that are offloaded as a whole wait in host memory for the next prompt."""
+        if self._encoder is not None and self._moves_whole:
+            self._encoder.model.to("cpu")
+            empty_device_cache(self.device.type)
+
+    def free(self) -> None:
+        """Free the encoder's memory."""
+        self._encoder = None
+        gc.collect()
+        empty_device_cache(self.device.type)
+
+    @property
+    def _offloads(self) -> bool:
+        return self.offload != "none" and is_accelerator(self.device)
+
+    @property
+    def _moves_whole(self) -> bool:
+        return self._offloads and self.offload == "model"
+
+    def _load(self) -> TextEncoder:
+        if self._encoder is None:
+            by_layer = self._offloads and self.offload == "sequential"
+            encoder = TextEncoder(self.model, torch.device("cpu") if by_layer else self.device, self.dtype)
+            if by_layer:
+                encoder.run_on(self.device)  # its weights come layer by layer
+                cpu_offload(encoder.model, self.device)
+            self._encoder = encoder
+        elif self._moves_whole:
+            self._encoder.model.to(self.device)
+        return self._encoder
+
+
+# ---- loras -----------------------------------------------------------------------------------------------------------
+# LoRAs of a pipeline: added by the stock loader, each with a weight; as adapters, or merged into the base weights.
+#
+# A LoKr, LoHa or OFT, which the stock pipelines do not load, is added by peft, in float32. Refused before anything
+# large is loaded: a file that `lora/reader.py` refuses, a LoRA of another base (the error names the first layer that
+# does not fit), a weight for an OFT, which has no scale, several types at once without merging, and merging into
+# quantised weights, which would round the LoRA away. Pickles are never opened.
+
+UNPACKED = "generate with the unquantised model, or with model.quantization=int8 or fp8"
+UNREADABLE = (ValueError, RuntimeError, KeyError, OSError, SafetensorError)
+
+
+def check_loras(
+    model: ModelFolder, loras: Sequence[WeightedLora], merge: bool, quantization: str, *, tabulated: bool = False
+) -> None:
+    """Raise an error unless every LoRA fits this model's transformer; of the model, only config.json is read."""
+    if not loras:
+        if merge:
+            raise ConfigError("there is nothing to merge", found="--merge", do="name a LoRA with --lora")
+        return
+    folder = model.component("transformer")
+    kind = TabulatedTransformer2DModel if tabulated else stock_class(folder)
+    config = model.transformer_config
+    if merge and (quantization != "none" or "quantization_config" in config):
+        do = "generate without --merge, or merge into the unquantised model: `qwen-train export --to merged`"
+        raise ConfigError("a LoRA merged into quantised weights would be rounded away", found="--merge", do=do)
+    with torch.device("meta"):
+        transformer = from_config(kind, config)
+    layers = {
+        name: (layer.out_features, layer.in_features)
+        for name, layer in transformer.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    _check_types(loras, merge)
+    for lora in loras:
+        check_base(_type(lora.file), quantization, config, lora.file, UNPACKED)
+        check_fit(read_lora(lora.file), layers, f"{lora.file}: ")
+        origin = origin_of(lora.file)
+        if origin.get("pipeline", model.pipeline) != model.pipeline:
+            base = f"{origin.get('model')} ({origin['pipeline']})"
+            what = (
+                f"trained on {base}, but used with {model.pipeline}: expect images that differ from those in training"
+            )
+            text = f"warning: {plain(lora.file)}: {plain(what)}"
+            console().print(text, style="yellow", markup=False)
+
+
+def load_loras(pipeline: Any, loras: Sequence[WeightedLora], merge: bool = False) -> None:
+    """Load the LoRAs with the stock loader, other types by peft, and merge them if `merge`."""
+    names = _adapter_names(loras)
+    if any(_type(lora.file) != LORA for lora in loras):
+        _load_by_peft(pipeline, dict(zip(names, loras, strict=True)), merge)
+        return
+    for name, lora in zip(names, loras, strict=True):
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several are intended
+                state, settings = read_lora(lora.file).prefixed()
+                pipeline.load_lora_into_transformer(
+                    state, pipeline.transformer, adapter_name=name, metadata=settings, _pipeline=pipeline
+                )
+        except UNREADABLE as error:
+            raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
+    if loras:
+        set_weights(pipeline, loras)
+    if merge:
+        pipeline.fuse_lora(adapter_names=names)
+        pipeline.unload_lora_weights()
+
+
+def set_weights(pipeline: Any, loras: Sequence[WeightedLora]) -> None:
+    """Give the LoRAs that `load_loras` has loaded, and not merged, other weights; none is an OFT."""
+    pipeline.set_adapters(_adapter_names(loras), [lora.weight for lora in loras])
+
+
+def _adapter_names(loras: Sequence[WeightedLora]) -> list[str]:
+    return [f"lora_{number}" for number in range(1, len(loras) + 1)]
+
+
+def _load_by_peft(pipeline: Any, loras: dict[str, WeightedLora], merge: bool) -> None:
+    """Add adapters of one type, or merge adapters of any type one after the other."""
+    for name, lora in loras.items():
+        try:
+            if merge:
+                add_to_weights(read_lora(lora.file), pipeline.transformer, lora.weight)
+            else:
+                attach(read_lora(lora.file), pipeline.transformer, name)
+        except UNREADABLE as error:
+            raise TrainError(f"the LoRA cannot be loaded: {first_line(error)}", where=lora.file) from None
+    if merge:
+        return
+    if _type(next(iter(loras.values())).file) == OFT:
+        pipeline.transformer.set_adapter(list(loras))
+    else:
+        set_weights(pipeline, list(loras.values()))
+
+
+def _check_types(loras: Sequence[WeightedLora], merge: bool) -> None:
+    """Raise ConfigError for types that cannot be combined, or that cannot be weighted."""
+    kinds = {lora.file: _type(lora.file) for lora in loras}
+    if len(titles := sorted({kind.title for kind in kinds.values()})) > 1 and not merge:
+        do = "add --merge, which merges one after the other"
+        raise ConfigError("adapters of several types need --merge", found=", ".join(titles), do=do)
+    for lora in loras:
+        if kinds[lora.file] == OFT and lora.weight != 1:
+            raise ConfigError("an OFT has no scale", where=lora.file, expected="weight 1", found=lora.weight)
+
+
+def _type(file: Path) -> AdapterType:
+    """LoRA for what cannot be read, too: reading says why."""
+    try:
+        return type_of_names(_names(file))
+    except UNREADABLE:
+        return LORA
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="np") as opened:
+        return list(opened.keys())
+
+
+# ---- pipeline --------------------------------------------------------------------------------------------------------
+# The stock pipelines of diffusers, each component on its own device.
+#
+# Arguments and results are the stock pipelines', bit for bit on the same devices. Only two things are overridden: the
+# moves of tensors between components, and the text encoder (prompts.py), which is loaded for the first prompt, never
+# for `prompt_embeds`, and leaves a shared device before VAE and transformer come. An image too large for the memory of
+# the VAE's device is processed in tiles. Editing pipelines take images; `without_images` is the pipeline that takes
+# none.
 
 Prompt = str | list[str] | None
 

@@ -37,7 +37,10 @@ from qwen_cache.storage.files import make_folder, whole_folder, write_durably
 from qwen_cache.storage.remembered import sealed, write_checksums
 from qwen_train.lora.files import (
     COMFYUI_METADATA_KEY,
+    LOHA,
+    LORA,
     METADATA_KEY,
+    OFT,
     ORIGIN,
     PEFT_CONFIG_NAME,
     PEFT_WEIGHTS_NAME,
@@ -45,12 +48,19 @@ from qwen_train.lora.files import (
     check_export,
     find_lora,
 )
-from qwen_train.lora.names import COMFYUI_NAMES, DOWN, PEFT_PREFIX, UP, comfyui_prefix
+from qwen_train.lora.names import (
+    COMFYUI_NAMES,
+    DOWN,
+    PEFT_PREFIX,
+    UP,
+    by_module,
+    comfyui_prefix,
+    layer_shape,
+    rank_of,
+    scaled_lokr,
+)
 from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
-from qwen_train.lora.tensors import by_module, layer_shape, rank_of, scaled_lokr
-from qwen_train.lora.types import LOHA, LORA, OFT
-from qwen_train.model.single_file import DTYPES, load_single_file
-from qwen_train.model.stock import STOCK_CLASSES, stock_class
+from qwen_train.model.modulation import DTYPES, STOCK_CLASSES, load_single_file, stock_class
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]
 

@@ -40,7 +40,16 @@ from torch import Tensor, nn
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import to_device
-from qwen_train.model.joint_attention import QwenMultiResAttnProcessor, active_backend, refuse_backend_for_mask
+from qwen_train.model.attention import (
+    Packing,
+    QwenImageMultiResTransformerBlock,
+    QwenMultiResAttnProcessor,
+    active_backend,
+    gather,
+    norm_out,
+    refuse_backend_for_mask,
+    scatter,
+)
 from qwen_train.model.mixed_sizes import (
     MixedSizes,
     image_shapes_per_sample,
@@ -49,7 +58,6 @@ from qwen_train.model.mixed_sizes import (
     refuse_unsupported,
     text_validity,
 )
-from qwen_train.model.packed import Packing, QwenImageMultiResTransformerBlock, gather, norm_out, scatter
 
 # ---- the contents of a batch -----------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from qwen_cache.settings.load import load_config
 from qwen_train import weights
 from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
-from qwen_train.memory.predict import SampleSize, predict_memory
+from qwen_train.memory import SampleSize, predict_memory
 from qwen_train.model import modulation
 from qwen_train.model.modulation import (
     TabulatedTransformer2DModel,

@@ -24,9 +24,7 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as drawing
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.pipeline import load_pipeline
-from qwen_train.inference.prompts import PromptEncoder
+from qwen_train.inference.pipeline import Devices, PromptEncoder, load_pipeline
 from tests.support.both_pipelines import CPU, PARTS, Both, assert_equal, copied, our_pipeline
 from tests.support.judge import TOLERANCE, image, relative, stock_pipeline
 
@@ -176,7 +174,7 @@ def test_given_embeddings_load_no_encoder(tiny_model: TinyModel, small_areas: No
     pipelines = Both(fresh, stock_pipeline(folder, "edit"), [image("china.jpg", (96, 96))])
     embeds = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(1))
     names = ("prompt_embeds", "negative_prompt_embeds")
-    with patch("qwen_train.inference.prompts.TextEncoder", side_effect=AssertionError("loaded")):
+    with patch("qwen_train.inference.pipeline.TextEncoder", side_effect=AssertionError("loaded")):
         assert_equal(*pipelines.trace(**dict.fromkeys(names, embeds), true_cfg_scale=2.0))
         with pytest.raises(AssertionError, match="loaded"):
             pipelines.call(**PROMPT)
@@ -261,7 +259,7 @@ def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyMo
 @pytest.mark.slow
 def test_the_encoder_comes_with_the_first_prompt_and_goes_when_it_is_freed(both: Callable[..., Both]) -> None:
     pipelines = both("edit", 1)
-    with patch("qwen_train.inference.prompts.TextEncoder", side_effect=TextEncoder) as loading:
+    with patch("qwen_train.inference.pipeline.TextEncoder", side_effect=TextEncoder) as loading:
         pipelines.ours.free_encoder()
         assert loading.call_count == 0
         for loaded in (1, 2):

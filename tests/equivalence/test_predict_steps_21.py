@@ -23,9 +23,7 @@ from qwen_cache.encode.vae import VaeThatFits
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as pipelines
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.pipeline import load_pipeline
-from qwen_train.inference.prompts import PromptEncoder, encode_prompts
+from qwen_train.inference.pipeline import Devices, PromptEncoder, encode_prompts, load_pipeline
 from tests.support.both_pipelines import CPU, PARTS, Both, assert_equal, copied, our_pipeline
 from tests.support.judge import TOLERANCE, TinyModel, image, relative
 from tests.support.marks import slow
@@ -210,7 +208,7 @@ def test_prompts_encoded_before_give_the_same_images(count: int, both: Make, tin
     )
     given = {"output_resolution": RESOLUTION, "num_inference_steps": 2, "true_cfg_scale": 3.0}
     given |= {"image": pipelines.images} if count else {}
-    with patch("qwen_train.inference.prompts.TextEncoder", side_effect=AssertionError("loaded")):
+    with patch("qwen_train.inference.pipeline.TextEncoder", side_effect=AssertionError("loaded")):
         fresh = our_pipeline.__wrapped__(tiny_model("qwen-image-21"), torch.float32)
         ours = fresh(**embeds, **given, generator=torch.Generator().manual_seed(3)).images
         again = fresh(**embeds, **given, generator=torch.Generator().manual_seed(3)).images

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.family import QWEN_IMAGE
-from qwen_train.model import joint_attention, packed, transformer
+from qwen_train.model import attention, transformer
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel, QwenMultiResAttnProcessor
 from tests.support.judge import TOLERANCE
 from tests.support.transformer_judge import (
@@ -76,9 +76,9 @@ def test_without_padding_attention_gets_no_mask(
     layout: str, attention_mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    dispatch = joint_attention.dispatch_attention_fn
+    dispatch = attention.dispatch_attention_fn
     monkeypatch.setattr(
-        joint_attention, "dispatch_attention_fn", lambda *a, **k: seen.append(k.get("attn_mask")) or dispatch(*a, **k)
+        attention, "dispatch_attention_fn", lambda *a, **k: seen.append(k.get("attn_mask")) or dispatch(*a, **k)
     )
     stock, samples = stock_model(), random_samples(*CASES["nothing to pad"])
     overridden = {"encoder_hidden_states_mask": None} if attention_mask == "none" else {}
@@ -183,29 +183,29 @@ def checkpoint_without_mask(model: QwenImageMultiResTransformer2DModel) -> None:
     )
 
 
-def with_rows_rolled(packing: packed.Packing, name: str) -> packed.Packing:
+def with_rows_rolled(packing: attention.Packing, name: str) -> attention.Packing:
     """Each run with the modulation of the run before it."""
     runs = getattr(packing, name).runs
     lengths, rows = zip(*runs, strict=True)
     rolled = list(zip(lengths, rows[-1:] + rows[:-1], strict=True))
-    return replace(packing, **{name: packed.ModulationRows.of(rolled, torch.device("cpu"))})
+    return replace(packing, **{name: attention.ModulationRows.of(rolled, torch.device("cpu"))})
 
 
-def with_index_rolled(packing: packed.Packing) -> packed.Packing:
+def with_index_rolled(packing: attention.Packing) -> attention.Packing:
     return replace(packing, image_index=packing.image_index.roll(1))
 
 
-def bounds_off_by_one(text: Any, image: Any, packing: packed.Packing, *rest: Any) -> Any:
+def bounds_off_by_one(text: Any, image: Any, packing: attention.Packing, *rest: Any) -> Any:
     """The first sample gets a token of the second one's text, which loses it."""
     first, second, *others = packing.text_lengths
     return PACKED_ATTENTION(text, image, replace(packing, text_lengths=[first + 1, second - 1, *others]), *rest)
 
 
-PACKING = packed.Packing.of
-PACKED_ATTENTION = joint_attention.packed_attention
+PACKING = attention.Packing.of
+PACKED_ATTENTION = attention.packed_attention
 SCATTER = transformer.scatter
 NORM_OUT = transformer.norm_out
-SCALED = packed.scaled
+SCALED = attention.scaled
 
 PACKING_MUTANTS = {
     "text padding packed too": lambda image, text, *rest: PACKING(image, torch.ones_like(text), *rest),
@@ -219,11 +219,11 @@ PACKING_MUTANTS = {
 }
 ROW_MUTANTS = {
     "attention across samples": (
-        joint_attention,
+        attention,
         "packed_attention",
-        lambda text, image, packing, attend, _: joint_attention.padded_attention(text, image, None, attend),
+        lambda text, image, packing, attend, _: attention.padded_attention(text, image, None, attend),
     ),
-    "attention to one token of the next sample": (joint_attention, "packed_attention", bounds_off_by_one),
+    "attention to one token of the next sample": (attention, "packed_attention", bounds_off_by_one),
     "scattered off by one": (transformer, "scatter", lambda row, *rest: SCATTER(row.roll(1, dims=1), *rest)),
     "last norm by another sample": (
         transformer,
@@ -231,7 +231,7 @@ ROW_MUTANTS = {
         lambda module, x, temb, lengths: NORM_OUT(module, x, temb.roll(1, dims=0), lengths),
     ),
     "gate of another sample": (
-        packed,
+        attention,
         "scaled",
         lambda x, factor, offset, rows: SCALED(x, factor.roll(1, 0) if offset is None else factor, offset, rows),
     ),
@@ -261,7 +261,7 @@ def test_judge_notices_wrong_masks(mutant: str, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("mutant", PACKING_MUTANTS)
 def test_judge_notices_wrong_packing(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed.Packing, "of", PACKING_MUTANTS[mutant])
+    monkeypatch.setattr(attention.Packing, "of", PACKING_MUTANTS[mutant])
     assert_caught(COUNTS, "packed", stock_model(zero_cond_t=True))
 
 

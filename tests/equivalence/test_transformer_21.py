@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from qwen_train.model.qwen_image_21 import attention, joint_row, transformer
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model import joint_row, qwen_image_21
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from tests.support.judge import TOLERANCE
 from tests.support.marks import slow
 from tests.support.transformer_21_judge import (
@@ -178,12 +178,12 @@ def test_compiled_for_successive_mixtures(layout: str, real_aot_eager: Callable[
 # ---- the judge notices -----------------------------------------------------------------------------------------------
 
 ROTARY, INTERLEAVED, RUNS, NORM_OUT = (
-    transformer.rotary_embedding,
-    transformer.interleaved,
+    qwen_image_21.rotary_embedding,
+    qwen_image_21.interleaved,
     joint_row.modulation_runs,
-    transformer.norm_out,
+    qwen_image_21.norm_out,
 )
-PREFIX, DRAWS = attention.prefix_attention, attention.draws_attention
+PREFIX, DRAWS = qwen_image_21.prefix_attention, qwen_image_21.draws_attention
 
 
 def text_padding_counted(pos_embed: Any, images: Any, sample: Any) -> Tensor:
@@ -204,19 +204,19 @@ def prefix_modulated_as_draws(samples: Any) -> joint_row.Runs:
 MUTANTS: dict[str, tuple[Any, Any, str, Callable[..., Any]]] = {
     "text sees what follows": (
         MIXED_21,
-        attention,
+        qwen_image_21,
         "prefix_attention",
         lambda q, k, v, segment, *rest: PREFIX(q, k, v, replace(segment, is_text=False), *rest),
     ),
     "prefix sees the draws": (
         MIXED_21,
-        attention,
+        qwen_image_21,
         "prefix_attention",
         lambda q, k, v, segment, row, attend: attend(q, k, v),
     ),
     "condition images see only themselves": (
         MIXED_21,
-        attention,
+        qwen_image_21,
         "prefix_attention",
         lambda q, k, v, segment, row, attend: (
             PREFIX(q, k, v, segment, row, attend)
@@ -226,13 +226,13 @@ MUTANTS: dict[str, tuple[Any, Any, str, Callable[..., Any]]] = {
     ),
     "draws see each other": (
         MIXED_21,
-        attention,
+        qwen_image_21,
         "draws_attention",
         lambda q, k, v, sample, attend: DRAWS(q, k, v, replace(sample, draws=1, target=sample.draw_tokens), attend),
     ),
     "draws do not see the text": (
         MIXED_21,
-        attention,
+        qwen_image_21,
         "draws_attention",
         lambda q, k, v, sample, attend: DRAWS(
             q,
@@ -241,23 +241,23 @@ MUTANTS: dict[str, tuple[Any, Any, str, Callable[..., Any]]] = {
             attend,
         ),
     ),
-    "text padding counted": (TEXTS_21, transformer, "rotary_embedding", text_padding_counted),
+    "text padding counted": (TEXTS_21, qwen_image_21, "rotary_embedding", text_padding_counted),
     "sizes of another sample": (
         SWAPPED_21,
-        transformer,
+        qwen_image_21,
         "rotary_embedding",
         lambda pos_embed, images, *rest: ROTARY(pos_embed, [(1, 8, 12)] * 2, *rest),
     ),
     "image position of another sample": (
         SWAPPED_21,
-        transformer,
+        qwen_image_21,
         "interleaved",
         lambda images, positions, text: INTERLEAVED(images, [text - position for position in positions], text),
     ),
     "prefix modulated as draws": (MIXED_21, joint_row, "modulation_runs", prefix_modulated_as_draws),
     "last norm by another draw": (
         MIXED_21,
-        transformer,
+        qwen_image_21,
         "norm_out",
         lambda module, x, temb, row: NORM_OUT(module, x, torch.cat([temb[:-1].roll(1, dims=0), temb[-1:]]), row),
     ),

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from qwen_train.model.qwen_image_21 import attention, joint_row
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model import joint_row, qwen_image_21
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from tests.support.judge import AS_FAR
 from tests.support.marks import slow
 from tests.support.transformer_21_judge import (
@@ -79,9 +79,9 @@ def by_definition(
 @pytest.mark.parametrize("case", ["none, one, two and three condition images", "nothing to pad"])
 def test_variable_length_kernel(layout: str, case: str, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself runs on CUDA only; here its definition stands for it."""
-    monkeypatch.setattr(attention, "flash_takes", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: by_definition)
-    monkeypatch.setattr(attention, "dispatch_attention_fn", lambda *_, **__: pytest.fail("two kernels"))
+    monkeypatch.setattr(qwen_image_21, "flash_takes", lambda *_: True)
+    monkeypatch.setattr(qwen_image_21, "varlen_kernel", lambda: by_definition)
+    monkeypatch.setattr(qwen_image_21, "dispatch_attention_fn", lambda *_, **__: pytest.fail("two kernels"))
     stock, samples = stock_model(), random_samples(*CASES_21[case], draws=draws)
     assert_equal(run_batched(multi_res_model(stock, layout), samples), run_singly(stock, samples))
 
@@ -89,8 +89,10 @@ def test_variable_length_kernel(layout: str, case: str, draws: int, monkeypatch:
 def test_kernel_calls_do_not_grow_with_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without condition images: texts in one call, draws in another; in the last layer only draws."""
     calls = []
-    monkeypatch.setattr(attention, "flash_takes", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: lambda *a, **k: calls.append(k) or by_definition(*a, **k))
+    monkeypatch.setattr(qwen_image_21, "flash_takes", lambda *_: True)
+    monkeypatch.setattr(
+        qwen_image_21, "varlen_kernel", lambda: lambda *a, **k: calls.append(k) or by_definition(*a, **k)
+    )
     samples = random_samples(*[([(4, 4 + i)], [], 3 + i) for i in range(5)], draws=2)
     multi_res_model(stock_model(), "packed")(**batch_of(samples))
     assert [call["window_size"] for call in calls] == [*[(-1, 0), (-1, -1)] * (LAYERS - 1), (-1, -1)]
@@ -113,11 +115,11 @@ def test_flex_attention(layout: str, draws: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_chosen_backend_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "flash_takes", lambda *_: True)
-    monkeypatch.setattr(attention, "varlen_kernel", lambda: lambda *_, **__: pytest.fail("another kernel"))
-    chosen, dispatch = [], attention.dispatch_attention_fn
+    monkeypatch.setattr(qwen_image_21, "flash_takes", lambda *_: True)
+    monkeypatch.setattr(qwen_image_21, "varlen_kernel", lambda: lambda *_, **__: pytest.fail("another kernel"))
+    chosen, dispatch = [], qwen_image_21.dispatch_attention_fn
     monkeypatch.setattr(
-        attention, "dispatch_attention_fn", lambda *a, **k: chosen.append(k["backend"]) or dispatch(*a, **k)
+        qwen_image_21, "dispatch_attention_fn", lambda *a, **k: chosen.append(k["backend"]) or dispatch(*a, **k)
     )
     model = multi_res_model(stock_model(), "packed")
     model.set_attention_backend("_native_math")
@@ -141,10 +143,10 @@ def test_variable_length_kernel_on_cuda(layout: str, draws: int, dtype: torch.dt
         (output.float() ** 2).sum().backward()
         return torch.cat([x.flatten().double() for x in (output, *(leaf.grad for leaf in leaves))])
 
-    assert attention.flash_takes(*inputs)
-    segments = (attention.dispatch_attention_fn, attention.segmented_attention)
+    assert qwen_image_21.flash_takes(*inputs)
+    segments = (qwen_image_21.dispatch_attention_fn, qwen_image_21.segmented_attention)
     exact, singly = run(torch.float32, *segments), run(dtype, *segments)
-    kernel = run(dtype, attention.varlen_kernel(), attention.varlen_attention)
+    kernel = run(dtype, qwen_image_21.varlen_kernel(), qwen_image_21.varlen_attention)
     assert distance(kernel, exact) <= AS_FAR * distance(singly, exact)
 
 
@@ -154,10 +156,10 @@ def test_variable_length_kernel_on_cuda(layout: str, draws: int, dtype: torch.dt
 def test_compiled_flex_attention_on_cuda(layout: str) -> None:
     samples = random_samples(*COUNTS_21, draws=2)
     row, device = rows_of(samples, layout, torch.device("cuda")), torch.device("cuda")
-    mask, _ = attention.block_masks(row, device)
+    mask, _ = qwen_image_21.block_masks(row, device)
     inputs = [torch.randn(1, row.length, 2, 64, device=device) for _ in range(3)]
     found = torch.compile(flex_attention.flex_attention)(*(x.transpose(1, 2) for x in inputs), block_mask=mask)
-    expected = attention.segmented_attention(*inputs, row, attention.dispatch_attention_fn)
+    expected = qwen_image_21.segmented_attention(*inputs, row, qwen_image_21.dispatch_attention_fn)
     real = torch.cat([torch.arange(sample.length) < sample.length - sample.padding for sample in row.samples])
     assert distance(found.transpose(1, 2)[:, real], expected[:, real]) < 1e-2  # with TF32, whose unit is 2^-11
 

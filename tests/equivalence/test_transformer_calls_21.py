@@ -13,9 +13,8 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.family import QWEN_IMAGE_21
-from qwen_train.model.qwen_image_21 import transformer
-from qwen_train.model.qwen_image_21.attention import QwenImage21MultiResAttnProcessor
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model import qwen_image_21
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResAttnProcessor, QwenImage21MultiResTransformer2DModel
 from tests.support.judge import TOLERANCE
 from tests.support.transformer_21_judge import (
     MIXED_21,
@@ -101,7 +100,7 @@ def test_modules_that_stay_unquantised_are_all_but_the_blocks() -> None:
 
 
 def test_example_in_the_docstring() -> None:
-    results = doctest.testmod(transformer)
+    results = doctest.testmod(qwen_image_21)
     assert results.attempted > 0
     assert results.failed == 0
 

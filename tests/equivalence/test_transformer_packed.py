@@ -12,7 +12,7 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor
 
 from qwen_cache.errors import ModelError
-from qwen_train.model import joint_attention
+from qwen_train.model import attention
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.support.judge import AS_FAR, TOLERANCE
 from tests.support.transformer_judge import (
@@ -98,19 +98,19 @@ def by_definition(
 
 def test_variable_length_kernel_gets_whole_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel itself runs on CUDA only; here its definition stands for it."""
-    monkeypatch.setattr(joint_attention, "flash_takes", lambda *_: True)
-    monkeypatch.setattr(joint_attention, "varlen_kernel", lambda: by_definition)
-    monkeypatch.setattr(joint_attention, "dispatch_attention_fn", lambda *_, **__: pytest.fail("two kernels"))
+    monkeypatch.setattr(attention, "flash_takes", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: by_definition)
+    monkeypatch.setattr(attention, "dispatch_attention_fn", lambda *_, **__: pytest.fail("two kernels"))
     stock, samples = stock_model(zero_cond_t=True), random_samples(*COUNTS)
     assert_equal(run_batched(multi_res_model(stock, "packed"), samples), run_singly(stock, samples))
 
 
 def test_a_chosen_backend_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint_attention, "flash_takes", lambda *_: True)
-    monkeypatch.setattr(joint_attention, "varlen_kernel", lambda: lambda *_: pytest.fail("another kernel"))
-    chosen, dispatch = [], joint_attention.dispatch_attention_fn
+    monkeypatch.setattr(attention, "flash_takes", lambda *_: True)
+    monkeypatch.setattr(attention, "varlen_kernel", lambda: lambda *_: pytest.fail("another kernel"))
+    chosen, dispatch = [], attention.dispatch_attention_fn
     monkeypatch.setattr(
-        joint_attention, "dispatch_attention_fn", lambda *a, **k: chosen.append(k["backend"]) or dispatch(*a, **k)
+        attention, "dispatch_attention_fn", lambda *a, **k: chosen.append(k["backend"]) or dispatch(*a, **k)
     )
     stock, samples = stock_model(), random_samples(*COUNTS)
     model = multi_res_model(stock, "packed")
@@ -124,7 +124,7 @@ def test_backends_that_misread_masks_get_none(backend: str, monkeypatch: pytest.
     """Refused under padding only: in the packed layout there is no mask to misread."""
     calls = []
     monkeypatch.setattr(
-        joint_attention, "dispatch_attention_fn", lambda q, k, v, **kwargs: calls.append(kwargs) or torch.zeros_like(q)
+        attention, "dispatch_attention_fn", lambda q, k, v, **kwargs: calls.append(kwargs) or torch.zeros_like(q)
     )
     model = multi_res_model(stock_model(), "packed")
     for processor in model.attn_processors.values():
@@ -135,7 +135,7 @@ def test_backends_that_misread_masks_get_none(backend: str, monkeypatch: pytest.
 
 def test_kernel_is_for_cuda_in_half_precision() -> None:
     on_cpu = torch.zeros(1, 8, 2, 32, dtype=torch.bfloat16)
-    assert not joint_attention.flash_takes(on_cpu, on_cpu, on_cpu)
+    assert not attention.flash_takes(on_cpu, on_cpu, on_cpu)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs CUDA")
@@ -143,7 +143,7 @@ def test_kernel_is_for_cuda_in_half_precision() -> None:
 def test_variable_length_kernel_equals_single_calls_on_cuda(dtype: torch.dtype) -> None:
     """Forward and backward, on the same rounded inputs, against float32."""
     image_lengths, text_lengths = [40, 16, 97], [5, 11, 1]
-    packing = joint_attention.Packing.of(
+    packing = attention.Packing.of(
         torch.arange(97) < torch.tensor(image_lengths)[:, None],
         torch.arange(11) < torch.tensor(text_lengths)[:, None],
         None,
@@ -155,11 +155,11 @@ def test_variable_length_kernel_equals_single_calls_on_cuda(dtype: torch.dtype) 
 
     def run(cast: torch.dtype, use_varlen: bool) -> Tensor:
         leaves = [x.detach().to(cast, copy=True).requires_grad_() for x in inputs]
-        attend = joint_attention.dispatch_attention_fn
-        outputs = joint_attention.packed_attention(leaves[:3], leaves[3:], packing, attend, use_varlen)
+        attend = attention.dispatch_attention_fn
+        outputs = attention.packed_attention(leaves[:3], leaves[3:], packing, attend, use_varlen)
         sum((output.float() ** 2).sum() for output in outputs).backward()
         return torch.cat([x.flatten().double() for x in (*outputs, *(leaf.grad for leaf in leaves))])
 
-    assert joint_attention.flash_takes(*inputs[:3])
+    assert attention.flash_takes(*inputs[:3])
     exact, singly, kernel = run(torch.float32, False), run(dtype, False), run(dtype, True)
     assert distance(kernel, exact) <= AS_FAR * distance(singly, exact)

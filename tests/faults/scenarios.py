@@ -220,7 +220,7 @@ def reporting(program: Program) -> Program:
     """The program, with a mark in the record after each checkpoint that it reports as saved."""
 
     def marked() -> None:
-        from qwen_train import train
+        from qwen_train.training import train
 
         save, shim = train.save, Shim()
 
@@ -248,8 +248,8 @@ def files_of(folder: str, work: Path) -> Files:
 
 def run_files(work: Path) -> Files:
     """The weights, the newest checkpoint, the settings and the losses of a run."""
-    from qwen_train.checkpoint import checkpoints
-    from qwen_train.metrics import read_metrics
+    from qwen_train.training.checkpoint import checkpoints
+    from qwen_train.training.metrics import read_metrics
 
     out = work / "out"
     newest = [path for _, folder in checkpoints(out)[-1:] for path in folder.iterdir()]
@@ -316,7 +316,7 @@ def _is_temporary(name: str) -> bool:
 
 def run_faults(checkpoints: Mapping[str, Files], work: Path, old: Files, new: Files) -> list[str]:
     """The newest checkpoint is whole, and so is the result; where a checkpoint was, there is one."""
-    from qwen_train.checkpoint import checkpoints as complete
+    from qwen_train.training.checkpoint import checkpoints as complete
 
     out = work / "out"
     known = complete(out)

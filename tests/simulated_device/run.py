@@ -35,7 +35,7 @@ class Steps:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While this is open, every call of `MetricsLog.write` ends a step."""
-        from qwen_train.metrics import MetricsLog
+        from qwen_train.training.metrics import MetricsLog
 
         write = MetricsLog.write
 
@@ -55,7 +55,7 @@ class Steps:
         return [backend.counted([it for it in step if it.kind in backend.SLOW]) for step in slices]
 
     def losses(self) -> list[float]:
-        from qwen_train.metrics import read_metrics
+        from qwen_train.training.metrics import read_metrics
 
         return [line["loss"] for file in self.files for line in read_metrics(file) if "loss" in line]
 
@@ -69,7 +69,7 @@ def forget() -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from qwen_train.model import joint_attention
+    from qwen_train.model import attention
 
     from .broken import BROKEN
 
@@ -81,7 +81,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     backend.reset_peaks()
     backend.events.clear()
     steps, varlen_calls = Steps(), backend.calls(VARLEN)
-    flash = patch.object(joint_attention, "runs_flash", lambda device: device.type == "simu", create=True)
+    flash = patch.object(attention, "runs_flash", lambda device: device.type == "simu", create=True)
     with steps.watched(), flash, BROKEN[job.get("broken")](), backend.peaks_kept() as peaks:
         result = call(job["program"], job["arguments"])
     waits = steps.waits()

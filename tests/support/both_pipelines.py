@@ -17,8 +17,7 @@ from PIL import Image
 
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
-from qwen_train.inference.devices import Devices
-from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.inference.pipeline import Devices, load_pipeline
 
 CPU = Devices(*[torch.device("cpu")] * 3)
 PARTS = ("vae", "text_encoder", "tokenizer", "processor", "transformer", "scheduler")

@@ -25,13 +25,13 @@ from torch.distributed import TCPStore
 
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
-from qwen_train import checkpoint, prepare
-from qwen_train import train as training
 from qwen_train.data.batches import Batches
-from qwen_train.data.mixture import Mixture
+from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
-from qwen_train.launch import Launch
-from qwen_train.preflight import starting
+from qwen_train.run import Launch
+from qwen_train.training import checkpoint, prepare
+from qwen_train.training import train as training
+from qwen_train.training.start import starting
 
 from .commands import Result, run
 from .processes import popen

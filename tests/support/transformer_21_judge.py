@@ -16,7 +16,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21Tra
 from peft import LoraConfig
 from torch import Tensor
 
-from qwen_train.model.qwen_image_21.transformer import QwenImage21MultiResTransformer2DModel
+from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 
 from .transformer_judge import Run, padded, trainable_gradients
 

@@ -21,8 +21,7 @@ from PIL import Image
 
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import PredictConfig
-from qwen_train.inference.devices import Devices, Offload
-from qwen_train.inference.pipeline import load_pipeline
+from qwen_train.inference.pipeline import Devices, Offload, load_pipeline
 
 from . import flops, models
 from .measure import Card, Cases, Row, UnavailableError, forget, need_host_memory, peaks, summary

@@ -19,9 +19,9 @@ from torch.utils._triton import has_triton
 from qwen_cache.models.devices import RESERVED
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.loss import compute_loss
-from qwen_train.memory.predict import Memory, SampleSize, block_bytes, predict_memory
-from qwen_train.optimizers import make_optimizer
+from qwen_train.memory import Memory, SampleSize, block_bytes, predict_memory
+from qwen_train.training.loss import compute_loss
+from qwen_train.training.optimizers import make_optimizer
 from qwen_train.weights import compute_dtype, trainable, with_layout
 
 from . import flops, models
@@ -181,7 +181,7 @@ def measure_blocks(
 
 
 def training_step(model: Any, batch: Batch, settings: Config, card: Card) -> Callable[[], None]:
-    """The step of `qwen_train.train`, without its checks and its log."""
+    """The step of `qwen_train.training.train`, without its checks and its log."""
     parameters = trainable(model)
     optimizer, _ = make_optimizer(settings, parameters)
     dtype = compute_dtype(settings.train)

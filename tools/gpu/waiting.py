@@ -16,8 +16,8 @@ from unittest.mock import patch
 from bench_read import Samples, write_cache
 
 from qwen_cache.settings.load import Config, load_config
-from qwen_train.memory.predict import SampleSize, block_bytes, predict_memory
-from qwen_train.train import train
+from qwen_train.memory import SampleSize, block_bytes, predict_memory
+from qwen_train.training.train import train
 from qwen_train.weights import with_layout
 
 from . import models
@@ -54,7 +54,7 @@ def run(folder: Path, batch_size: int, out: Path, card: Card) -> Row:
     def load(_: Any, given: Config, __: Any) -> Any:
         return models.random_weights(config, given, card)
 
-    with patch("qwen_train.prepare.load_transformer", load):
+    with patch("qwen_train.training.prepare.load_transformer", load):
         train(settings)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     timed = lines[WARM_UP:]

@@ -1,1 +1,0 @@
-"""The memory of a run, predicted by part before it begins."""

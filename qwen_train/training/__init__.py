@@ -1,0 +1,1 @@
+"""A run, from its checks to its last step: loss, optimizers, checkpoints, validation, report."""

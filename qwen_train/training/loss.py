@@ -1,0 +1,140 @@
+"""The loss of a batch, and losses that are not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from jaxtyping import Float
+from torch import Tensor
+
+from qwen_cache.errors import TrainError
+from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.terminal import console
+from qwen_cache.text import escaped
+from qwen_train.data.batches import Batch
+from qwen_train.flow import flow_loss, interpolate, pseudo_huber, scheduled_huber_c
+from qwen_train.lora.adapter import TRAINED, without
+from qwen_train.training.processes import any_process
+
+# ---- loss ------------------------------------------------------------------------------------------------------------
+# The loss of a batch: the transformer's prediction, its target, and the error between them.
+#
+# `flow` has the formulas. The target is the velocity of the data, or, for taught samples, what the model predicts
+# without its LoRA.
+
+
+def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> Tensor:
+    """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`."""
+    velocity = predict_velocity(transformer, batch)
+    error_of = element_error(settings, batch) if settings else torch.square
+    return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, batch.target, error_of)
+
+
+def predict_velocity(transformer: Any, batch: Batch) -> Float[Tensor, "B S 64"]:
+    """The velocity that the transformer predicts for the batch at its noise levels."""
+    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
+    noisy = interpolate(batch.clean, batch.noise, sigma, batch.is_target)
+    layout = {} if batch.image_positions is None else {"image_positions": batch.image_positions}
+    velocity: Tensor = transformer(
+        hidden_states=noisy.to(batch.prompt_embeds.dtype),
+        encoder_hidden_states=batch.prompt_embeds,
+        encoder_hidden_states_mask=batch.prompt_embeds_mask,
+        timestep=batch.sigma,
+        img_shapes=batch.img_shapes,
+        return_dict=False,
+        **layout,
+    )[0]
+    return velocity
+
+
+def element_error(settings: TrainConfig, batch: Batch) -> Callable[[Tensor], Tensor]:
+    """The function of `train.loss_type`, for the noise levels of the batch."""
+    if settings.loss_type == "mse":
+        return torch.square
+    if settings.loss_type == "l1":
+        return torch.abs
+    if settings.huber_schedule == "constant":
+        return partial(pseudo_huber, c=settings.huber_c)
+    sigma = batch.sigma if batch.token_sigma is None else batch.token_sigma
+    return partial(pseudo_huber, c=scheduled_huber_c(settings.huber_c, sigma.reshape(len(sigma), -1)))
+
+
+def zero_loss(transformer: Any, batch: Batch) -> Tensor:
+    """The loss of a skipped batch: zero, with zero gradients, computed on zeros.
+
+    Processes wait for one another's gradients, so the backward pass cannot be skipped.
+    """
+    latents, prompt_embeds = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
+    zeros = replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds, target=None)
+    return 0 * compute_loss(transformer, zeros)
+
+
+def with_teacher(transformer: Any, batch: Batch, settings: TrainConfig, accelerator: Accelerator) -> Batch:
+    """The batch with the velocity that the model predicts without the LoRA as the target of its taught samples.
+
+    One more pass, of these samples alone and without gradients. It goes past DDP, so processes need not have taught
+    samples at the same time. Under FSDP2 each pass gathers the weights from all, so if one has some, all take part.
+    """
+    rows = batch.taught
+    if not any(entry.teacher for entry in settings.caches):
+        return batch
+    if not (any_process(accelerator, bool(rows)) if settings.fsdp else rows):
+        return batch
+    with torch.no_grad(), without(transformer, TRAINED):
+        taught = predict_velocity(transformer, batch.part(rows or (0,))).float()
+    target = batch.noise - batch.clean
+    for row, velocity in zip(rows, taught, strict=bool(rows)):
+        target[row, : len(velocity)] = velocity
+    return replace(batch, target=target)
+
+
+# ---- nonfinite -------------------------------------------------------------------------------------------------------
+# Losses and gradients that are not finite: stop the run, or skip the batch or step.
+#
+# Every process decides the same, and a skipped batch leaves no trace in gradients or optimizer.
+
+MAX_CONSECUTIVE = 10
+"""Skips in a row that stop the run: this many are no coincidence, so the weights are damaged by now."""
+
+
+@dataclass
+class NonFiniteGuard:
+    """Applies `train.on_nan` to losses and gradient norms."""
+
+    skip: bool
+    consecutive: int = 0
+
+    def skips(self, accelerator: Any, what: str, value: float, labels: Sequence[str]) -> bool:
+        """Whether to skip `what`, computed on the samples `labels`, because it is not finite in some process.
+
+        Raises TrainError if the run must stop.
+        """
+        mine = not math.isfinite(value)
+        if mine and not self.skip:
+            raise TrainError(
+                f"{what} is not a number",
+                found=f"{value} for the samples {', '.join(labels)}",
+                do="lower optimizer.learning_rate, look at them with `qwen-cache inspect --sample NAME`, or skip such "
+                "batches with train.on_nan=skip",
+            )
+        if not self.skip or not any_process(accelerator, mine):
+            self.consecutive = 0
+            return False
+        self.consecutive += 1
+        if mine:  # no other process knows these samples
+            console(always=True).print(
+                f"skipped: {what} is {value} for the samples {escaped(', '.join(labels))}", markup=False
+            )
+        if self.consecutive == MAX_CONSECUTIVE:
+            raise TrainError(
+                f"{what} is not a number, for the {MAX_CONSECUTIVE}th time in a row",
+                found=f"last for the samples {', '.join(labels)}",
+                do="lower optimizer.learning_rate, and continue with --resume from the newest checkpoint",
+            )
+        return True

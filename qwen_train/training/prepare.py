@@ -1,0 +1,327 @@
+"""What a run needs in memory, and what it prints before it begins."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from qwen_cache.batching import BEGIN, Begin, Summary
+from qwen_cache.errors import ConfigError
+from qwen_cache.models.devices import choose_device, torch_dtype
+from qwen_cache.models.folder import ModelFolder
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.terminal import console, human_bytes, plural, verbatim
+from qwen_cache.text import plain
+from qwen_train.data.batches import Batches
+from qwen_train.data.samples import Samples, check_cache, check_validation_cache, open_samples, unusual_controls
+from qwen_train.flow import NoiseSchedule
+from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
+from qwen_train.lora.files import adapter_title, find_start
+from qwen_train.lora.reader import read_lora
+from qwen_train.memory import PARTS, largest_batch, largest_image, memory_for_training, predict_memory
+from qwen_train.model.modulation import tabulate
+from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
+from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
+from qwen_train.training.follow import Follower
+from qwen_train.training.optimizers import apply_settings, make_optimizer, optimizer_class, schedule_warning
+from qwen_train.training.processes import all_gather_object, connect, together
+from qwen_train.training.report import RUN_FACTS_NAME
+from qwen_train.training.start import ASSISTANT_LORA, CACHE, TRANSFORMER, Start, fixed_settings
+from qwen_train.training.validation import (
+    Validation,
+    ValidationImages,
+    make_validation,
+    make_validation_images,
+    noised_samples,
+)
+from qwen_train.training.watch import takes_images
+from qwen_train.weights import compute_dtype, load_transformer, prepare_for_training, trainable, with_layout
+
+# ---- run summary -----------------------------------------------------------------------------------------------------
+# The summary that a run prints before training, and the facts for its report: data, batches, steps, memory.
+
+
+def print_plan(
+    config: Config,
+    batches: Batches,
+    plan: Summary,
+    parameters: list[torch.nn.Parameter],
+    accelerator: Accelerator,
+    step: int,
+    images: ValidationImages | None,
+) -> None:
+    """Print what will be trained, and which images show it."""
+    t, cache, v, out = config.train, batches.cache, config.validation, console()
+    pipelines = " and ".join(cache.pipelines)
+    per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
+    epochs = t.max_steps * per_step / plan.in_epoch
+    out.print(f"[bold]cache[/]    {verbatim(cache.folder)}: {len(cache)} samples, {verbatim(pipelines)}")
+    if t.follow:
+        out.print("         still growing: new commits are taken in at the ends of epochs", highlight=False)
+    method = adapter_title(t.lora) if t.method == "lora" else "every weight"
+    trainable = sum(parameter.numel() for parameter in parameters)
+    out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
+    if t.assistant_lora is not None:
+        use = "" if not images else ", images with it" if v.assistant_lora else ", images without it"
+        out.print(f"[bold]assistant[/] {verbatim(t.assistant_lora)}: frozen, left out of the result{use}")
+    out.print(f"[bold]batches[/]  {plan}", highlight=False)
+    parts = zip(t.caches, cache.parts(batches.training), strict=False)  # encoding on the fly reads no caches
+    if taught := sum(len(part.samples) for entry, part in parts if entry.teacher):
+        out.print(f"[bold]teacher[/]  the model without the LoRA, for {plural(taught, 'sample')}", highlight=False)
+    out.print(
+        f"[bold]steps[/]    {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
+        highlight=False,
+    )
+    if held_out := len(batches.validation):
+        losses = f"their loss every {plural(v.validation_steps, 'step')}" if v.validation_steps else "never measured"
+        out.print(f"[bold]held out[/] {plural(held_out, 'sample')} for validation: {losses}")
+    if images:
+        out.print(f"[bold]images[/]   {images.summary}", highlight=False)
+    if t.edit_mask_weight != 1 and cache.has_index:
+        out.print(f"[bold]masks[/]    {cache.edit_masks()} of {plural(len(cache), 'sample')}", highlight=False)
+    if step:
+        left = "" if step < t.max_steps else ": nothing is left to train; raise train.max_steps to continue"
+        out.print(f"[bold]resume[/]   after step {step}{left}")
+
+
+def distilled_warning(model: ModelFolder) -> str | None:
+    """What training would do to a distilled model, in one line; None for another. ModelError as `sample_sigmas`."""
+    sigmas = model.sample_sigmas
+    if sigmas is None:
+        return None
+    return (
+        f"warning: {model.name} is distilled (a schedule of {plural(len(sigmas), 'sigma')}), and plain flow-matching "
+        "training undoes the distillation: train a LoRA on the undistilled model, and use it with this one; or with a "
+        "LoRA that undoes the distillation as train.assistant_lora"
+    )
+
+
+def settings_changed(earlier: Path, config: Config) -> list[str]:
+    """The settings that differ from the earlier ones, as text; none where the earlier ones cannot be read."""
+    try:
+        before = load_config(earlier).flat()
+    except ConfigError:
+        return []
+    return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]
+
+
+def print_memory(
+    config: Config, batches: Batches, transformer: dict[str, Any], device: str, validation_cache: Samples | None
+) -> None:
+    """Print the memory of the largest batch, or of the largest image if that takes more.
+
+    Only where `qwen-train plan` can predict it.
+    """
+    if not batches.cache.has_index or config.train.fsdp:
+        return
+    batch, _ = largest_batch(batches)
+    image = largest_image(validation_cache)
+    memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
+    sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
+    parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
+    console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
+
+
+def run_facts(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
+    """The report's facts about the data and the run, as JSON."""
+    cache = batches.cache
+    facts = {
+        "cache": str(cache.folder),
+        "identity": cache.identity,
+        "pipeline": " and ".join(cache.pipelines),
+        "samples": len(cache),
+        "samples_for_validation": len(batches.validation),
+        "samples_in_an_epoch": plan.in_epoch,
+        "batches_in_an_epoch": plan.batches,
+        "tokens_of_a_batch": plan.tokens,
+        "padding": f"{100 * plan.padding:.1f} %",
+        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
+        "device": f"{accelerator.num_processes} × {accelerator.device.type}",
+    }
+    return json.dumps(facts, indent=1).encode("utf-8")
+
+
+# ---- prepare ---------------------------------------------------------------------------------------------------------
+# A run set up: the transformer loaded, the adapter added, the checkpoint to continue from loaded, all of it announced.
+#
+# Loads only the transformer: no VAE (unless the run decodes its images), no text encoder, no pipeline. An error of one
+# process ends all of them, and is printed once. `preflight` has made all checks that need no torch.
+
+
+@dataclass
+class Prepared:
+    """A run that is ready to start or to continue. Taking in a commit replaces batches, validation and images."""
+
+    start: Start
+    config: Config
+    """With the layout that was chosen."""
+    out: Path
+    accelerator: Accelerator
+    transformer: Any
+    dtype: torch.dtype
+    parameters: list[torch.nn.Parameter]
+    run: Run
+    batches: Batches
+    validation: Validation | None
+    images: ValidationImages | None
+    decoder: Any
+    """The `Decoder` of validation.vae_device, whose module knows the VAE; None without, and in all but one process."""
+    follower: Follower | None
+    """With train.follow, which looks for new commits of the cache."""
+    saved: int
+    """The step of the last checkpoint."""
+
+
+def prepare(start: Start) -> Prepared:
+    """Load the transformer, add the LoRA, and load the checkpoint to continue from if there is one."""
+    connect(start.launch)
+    settings, report_to = start.config.train, start.config.logging.report_to
+    accelerator = Accelerator(
+        mixed_precision=settings.mixed_precision,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        log_with=report_to if report_to != "none" else None,
+        project_dir=str(start.out),
+    )
+    with together():
+        optimizer_class(start.config)  # refused before the transformer is loaded
+    config = with_layout(start.config, accelerator.device, start.out if start.newest else None)
+    set_seed(settings.seed)
+    follower = Follower.beginning(start, is_main=accelerator.is_main_process) if settings.follow else None
+    samples, begin = (follower.samples, follower.taken[-1].begin) if follower else (None, Begin())
+    with memory_for_training(accelerator.device):
+        with together():
+            batches, validation, images = make_batches(start, config, accelerator, samples, begin)
+            transformer = load_for_training(start, config, batches, accelerator)
+            decoder = load_decoder(start, config) if accelerator.is_main_process else None
+        if settings.tabulated_modulation:
+            held_out = validation.samples if validation else ()
+            sigmas = [noised.draws[0].sigma for sample in held_out for noised in noised_samples(sample)]
+            tabulate(transformer, start.model.transformer_weights, batches.schedule, sigmas)
+        if settings.offload_blocks:
+            offload_blocks(transformer, settings.offload_blocks, accelerator.device)
+        transformer = wrap(accelerator, transformer, settings)
+    (weights, assistant), changed = all_gather_object((start.weights, start.assistant_hash))[0], list[str]()
+    hashes = {TRANSFORMER: weights, CACHE: start.cache_identity or batches.cache.identity} | (
+        {ASSISTANT_LORA: assistant} if assistant else {}
+    )
+    with together():
+        run = start_run(config, accelerator.unwrap_model(transformer), accelerator, hashes)
+    run.origin = {"model": start.model.public_name, "pipeline": start.model.pipeline, "cache": batches.cache.identity}
+    if start.assistant:
+        run.origin["assistant_lora"] = f"{start.assistant.file.name}, {assistant}"
+    if start.model.transformer is not None:
+        run.origin["transformer"] = Path(start.model.transformer).name
+    if start.newest:
+        changed = settings_changed(start.out / CONFIG_NAME, config)
+        load_checkpoint(start.newest, run)
+        with together(), restoring(start.newest):
+            apply_settings(config, run.optimizer, run.lr_scheduler)
+    parameters, dtype = trainable(run.transformer), compute_dtype(settings)
+    if follower:
+        note_commits(run, follower)
+    state = transformer, dtype, parameters, run, batches, validation, images, decoder, follower, run.step
+    p = Prepared(start, config, start.out, accelerator, *state)
+    with together():
+        if accelerator.is_main_process:
+            announce(p, start, changed)
+    return p
+
+
+def make_batches(
+    start: Start, config: Config, accelerator: Accelerator, samples: Samples | None = None, begin: Begin = BEGIN
+) -> tuple[Batches, Validation | None, ValidationImages | None]:
+    """The batches of this process from `begin` on, and the losses and images that are scheduled.
+
+    `samples` takes the place of those of `start`.
+    """
+    samples = samples or start.samples or open_samples(config, start.to_encode)
+    if start.samples is None and start.validation_cache is not None:
+        check_validation_cache(start.validation_cache, samples, config.validation)
+    scheduler = start.model.scheduler_config
+    schedule, ranks = NoiseSchedule.of_config(scheduler), accelerator.num_processes
+    rank = accelerator.process_index
+    batches = Batches(samples, config.train, schedule, rank=rank, world_size=ranks, begin=begin)
+    images = make_validation_images(config, batches, start.validation_cache, scheduler)
+    return batches, make_validation(config, batches), images
+
+
+def announce(p: Prepared, start: Start, changed: list[str]) -> None:
+    """Write the settings and facts of the run, and print them."""
+    plan = plan_summary(p)
+    make_folder(p.out)
+    write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
+    write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan, p.parameters, p.accelerator))
+    print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images)
+    samples = p.batches.cache
+    with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
+    notices = (
+        distilled_warning(start.model) if start.assistant is None else None,
+        unusual_controls(start.model, with_controls, len(samples)),
+        schedule_warning(p.config, p.run.optimizer),
+    )
+    for line in filter(None, notices):
+        console().print(plain(line), markup=False)
+    if changed:
+        console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
+    transformer = start.model.transformer_config
+    print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
+
+
+def plan_summary(p: Prepared) -> Summary:
+    return p.batches.plan.summary(p.batches.world_size, p.config.train.gradient_accumulation_steps)
+
+
+def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:
+    """The transformer in training mode; `train.lora.weights` applies to a new run only."""
+    settings, folder = config.train, start.model.component("transformer")
+    assistant = read_assistant(start.assistant, settings, folder) if start.assistant else None
+    first = settings.lora.weights if settings.method == "lora" and start.newest is None else None
+    if first is not None:
+        read_lora(find_start(Path(first)))  # refused before the transformer is loaded
+    transformer = load_transformer(start.model, config, accelerator.device)
+    if start.samples is None:
+        check_cache(batches.cache, start.model, transformer.config)
+    check_shardable(transformer, settings, accelerator.num_processes)
+    prepare_for_training(transformer, settings)
+    if first is not None:
+        start_from(transformer, Path(first))
+    if assistant:
+        add_assistant(transformer, assistant, compute_dtype(settings))
+    if settings.compile:
+        transformer.compile_repeated_blocks()
+    return transformer
+
+
+def load_decoder(start: Start, config: Config) -> Any:
+    """The VAE on validation.vae_device; None without."""
+    if not (device := config.validation.vae_device):
+        return None
+    from qwen_train.inference.decode import Decoder
+
+    decoder = Decoder(start.model, choose_device(device, "validation.vae_device"), torch_dtype(config.predict.dtype))
+    takes_images(config.logging.report_to)
+    return decoder
+
+
+def start_run(config: Config, transformer: Any, accelerator: Accelerator, hashes: dict[str, str]) -> Run:
+    """The run at step 0: its optimizer, and the settings and hashes that a checkpoint must share with it."""
+    settings, parameters = config.train, trainable(transformer)
+    optimizer, lr_scheduler = make_optimizer(config, parameters)
+    fixed = {**hashes, **fixed_settings(config)}
+    ema = Ema(parameters, settings.ema_decay) if settings.ema_decay else None
+    set_seed(settings.seed, device_specific=True)  # each process samples its own dropout
+    optimizer = accelerator.prepare_optimizer(optimizer)
+    optimizer.train()  # where there are two modes
+    return Run(transformer, optimizer, lr_scheduler, fixed, ema=ema)
+
+
+def note_commits(run: Run, follower: Follower) -> None:
+    """What the checkpoints of a run and its result say about the commits that it has taken in."""
+    run.commits, run.origin["cache"] = [each.to_json() for each in follower.taken], follower.samples.identity

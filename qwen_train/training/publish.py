@@ -1,0 +1,411 @@
+"""A trained result as a repository on the Hugging Face hub: its files, and a model card made from the run.
+
+What is uploaded is a whitelist: the weights, generated validation images, and the card. The card has numbers, choices
+and names of modules from the settings, the identity of the dataset, the names of files of weights, and the prompts of
+the images that it shows; never a path or an address of this machine, nor images of the dataset. Damaged weights,
+damaged images and a base without a name on the hub are refused. Needs no torch; only `upload` needs the network.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+
+from qwen_cache.errors import ConfigError, QwenCacheError, TrainError, first_line
+from qwen_cache.extras import __version__
+from qwen_cache.format.cache import open_configured
+from qwen_cache.format.identity import recipe_id
+from qwen_cache.models.family import PIPELINES, Family, Pipeline, family_of
+from qwen_cache.models.folder import read_config
+from qwen_cache.settings.describe import describe
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
+from qwen_cache.storage.remembered import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import check_safetensors, find_fault, sealed
+from qwen_cache.storage.remote import Url, location
+from qwen_cache.text import plain
+from qwen_train.lora.files import (
+    LOHA,
+    LOKR,
+    LORA,
+    OFT,
+    ORIGIN,
+    PREFIX,
+    WEIGHTS_NAME,
+    AdapterType,
+    adapter_title,
+    find_lora,
+    settings_in,
+    type_of_names,
+)
+from qwen_train.run import SCALES, STEP, VALIDATION, png_of, recorded, run_of
+from qwen_train.training.report import RUN_FACTS_NAME, UNREADABLE
+
+CARD = "README.md"
+IMAGES = "images"
+"""The folder of the repository for the images that the card shows."""
+MOST_IMAGES = 8
+FULL = "transformer"
+"""The folder of a full training's result."""
+REPOSITORY = "https://github.com/qwen-cache/qwen-cache"
+SECTIONS = ("train", "optimizer", "lr_scheduler", "model.quantization")
+ALWAYS = ("train.method", "train.max_steps", "train.batch_size", "optimizer.learning_rate", "train.seed")
+"""Settings that the card has even if they are the defaults."""
+OF_LORA = ("train.lora.rank", "train.lora.oft_block_size", "train.lora.target_modules")
+NAMES = ("train.lora.target_modules", "optimizer.name")
+"""Settings that are text, and name parts of programs."""
+BY_PEFT = (LOHA, OFT)
+"""Types that diffusers does not load: their repository has peft's files, too."""
+LOADING = {
+    LORA: "pipe.load_lora_weights({repo})",
+    LOKR: f'pipe.transformer.load_lora_adapter({{repo}}, weight_name="{WEIGHTS_NAME}")',  # it would look for a .bin
+    LOHA: "PeftModel.from_pretrained(pipe.transformer, {repo})",
+    OFT: "PeftModel.from_pretrained(pipe.transformer, {repo})",
+}
+"""How each type is added to a pipeline: docs/howto/choose-an-adapter.md says which program loads which."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What the file of an adapter says."""
+
+    type: AdapterType
+    settings: dict[str, Any]
+    """peft's."""
+    origin: dict[str, Any]
+    """The model and the cache that it was trained on."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the folder of a run says about its result."""
+
+    folder: Path
+    """The folder with the weights: that of the run, or of a checkpoint."""
+    config: Config
+    facts: dict[str, Any]
+    """about.json"""
+    adapter: Adapter | None
+    """None after full training."""
+    pipeline: Pipeline
+    base_model: str
+    """Its repository on the hub."""
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return run_of(self.folder)
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.pipeline.name)
+
+    @property
+    def single_file(self) -> str | None:
+        """The name of the file with the transformer's weights, if they are not the base's own."""
+        return _name(self.config.model.transformer)
+
+    @property
+    def assistant(self) -> str | None:
+        """The name of the file of `train.assistant_lora`."""
+        return _name(self.adapter.origin.get("assistant_lora")) if self.adapter else None
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """A generated image and its prompt."""
+
+    name: str
+    data: bytes
+    prompt: str
+    true_cfg_scale: float | None
+    """Of several with this prompt."""
+
+
+def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:
+    """The files for the repository `repo`; without `with_card` its README.md stays as it is.
+
+    TrainError or ConfigError for what cannot be published.
+    """
+    check_repository_name(repo)
+    files: dict[str, Path | bytes] = dict(_weights(run))
+    images = _images(run.run) if with_images else []
+    files |= {f"{IMAGES}/{image.name}": image.data for image in images}
+    text = _card(run, repo, images)
+    card: dict[str, Path | bytes] = {CARD: text.encode("utf-8")} if with_card else {}
+    return Published(card | files, text)
+
+
+def _name(path: object) -> str | None:
+    """The last part of a path of any system."""
+    return plain(PureWindowsPath(str(path)).name).replace("`", "'") if path else None
+
+
+def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[str] = ()) -> RunFacts:
+    """The facts of the run in `folder`, or of a checkpoint's run; `assignments` override its settings.
+
+    TrainError or ConfigError for a folder without a result, a damaged LoRA, and a base without a name on the hub.
+    """
+    is_full = (folder / FULL).is_dir() and not (folder / WEIGHTS_NAME).is_file()
+    adapter = None if is_full else _adapter(find_lora(folder))
+    origin = adapter.origin if adapter else {}
+    run = run_of(folder)
+    if not (run / CONFIG_NAME).is_file() or not (run / RUN_FACTS_NAME).is_file():
+        expected, do = (
+            f"{CONFIG_NAME} and {RUN_FACTS_NAME}",
+            "name the output folder of a run, or one of its checkpoints",
+        )
+        raise TrainError("this is not the folder of a run", where=run, expected=expected, do=do)
+    config, facts = load_config(run / CONFIG_NAME, assignments), read_config(run / RUN_FACTS_NAME)
+    name = origin.get("pipeline") or facts.get("pipeline")
+    if name not in PIPELINES:
+        raise TrainError("the run names no known pipeline", where=run, expected=" or ".join(PIPELINES), found=name)
+    pipeline = PIPELINES[str(name)]
+    base = base_model or str(origin.get("model") or config.model.path or "")
+    return RunFacts(folder, config, facts, adapter, pipeline, _checked_base(base, base_model, pipeline))
+
+
+def _adapter(file: Path) -> Adapter:
+    """What the file of an adapter says; TrainError if it is damaged."""
+    try:
+        check_safetensors(file, TrainError)
+        with safe_open(file, framework="np") as opened:
+            settings, kind = settings_in(opened.metadata()), type_of_names(opened.keys())
+    except (OSError, SafetensorError, ValueError) as error:
+        raise TrainError(f"the LoRA cannot be read: {first_line(error)}", where=file) from None
+    origin = settings.pop(ORIGIN, {})
+    settings = {name.removeprefix(f"{PREFIX}."): value for name, value in settings.items()}
+    return Adapter(kind, settings, origin if isinstance(origin, dict) else {})
+
+
+def _checked_base(base: str, given: str | None, pipeline: Pipeline) -> str:
+    """The base's repository; ConfigError for a local folder, whose name on the hub nobody knows."""
+    with suppress(ConfigError):
+        check_repository_name(base)
+        if base.count("/") == 1 and (given or not Path(base).exists()):
+            return base
+    do = f"name the repository that it is, or comes from: --base-model {pipeline.models[0]}"
+    what = "the base model has no name on the hub"
+    raise ConfigError(what, expected="OWNER/NAME", found=given or Path(base).name or "none", do=do)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
+    """The files of the weights. A config.json loses the path that diffusers writes into it, and with it the list of
+    checksums its meaning."""
+    if run.adapter:
+        yield WEIGHTS_NAME, run.folder / WEIGHTS_NAME
+        if run.adapter.type in BY_PEFT:
+            yield from _for_peft(run.adapter, run.folder / WEIGHTS_NAME)
+        return
+    folder = run.folder / FULL
+    listed = folder if (folder / CHECKSUMS).is_file() else run.folder
+    if fault := find_fault(listed):
+        raise fault.error(TrainError, "publish a copy that is whole, or train again")
+    for path in sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS):
+        name = f"{FULL}/{path.name}"
+        if path.name == "config.json":
+            config = {key: value for key, value in read_config(path).items() if key != "_name_or_path"}
+            yield name, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+        else:
+            yield name, path
+
+
+def _for_peft(adapter: Adapter, path: Path) -> Iterator[tuple[str, bytes]]:
+    """The same weights as the two files that `peft.PeftModel.from_pretrained` takes: only names change."""
+    config = {**adapter.settings, "peft_type": adapter.type.peft_type, "inference_mode": True}
+    yield "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode("utf-8")
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = {name: value for name, value in json.loads(data[8:end]).items() if name != "__metadata__"}
+    renamed = {f"base_model.model.{name.removeprefix(f'{PREFIX}.')}": value for name, value in header.items()}
+    text = json.dumps(renamed).encode("utf-8")
+    yield "adapter_model.safetensors", b"".join(sealed(len(text).to_bytes(8, "little") + text + data[end:]))
+
+
+def _images(run: Path) -> list[ShownImage]:
+    """The images of the newest step that is decoded, in the order of their names."""
+    decoded = {path.parent for path in (run / VALIDATION).glob("step-*/*.png")}
+    steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
+    if not steps:
+        return []
+    folder = steps[-1][1]
+    words = {png: each for file in sorted(folder.glob("*.safetensors")) for png, each in _words(file)}
+    known, others = [png for png in words if png.is_file()], sorted({*folder.glob("*.png")} - words.keys())
+    return [_image(path, *words.get(path, ("", None))) for path in [*known, *others][:MOST_IMAGES]]
+
+
+def _words(latents: Path) -> Iterator[tuple[Path, tuple[str, float | None]]]:
+    """The PNG of each image of a file, with its prompt, and its guidance if there are several."""
+    try:
+        check_safetensors(latents, TrainError)
+        with safe_open(latents, framework="np") as file:
+            metadata = file.metadata() or {}
+        scales = [None if scale is None else float(scale) for scale in json.loads(metadata.get(SCALES, "[null]"))]
+    except (OSError, SafetensorError, ValueError, TypeError) as error:
+        what = f"the prompt of an image cannot be read: {first_line(error)}"
+        raise TrainError(what, where=latents, do="delete this file and its images; or add --no-images") from None
+    for number, scale in enumerate(scales):
+        yield png_of(latents, number), (metadata.get("prompt", ""), scale)
+
+
+def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
+    """An image with its pixels alone: no other content of the file is published."""
+    data = BytesIO()
+    try:
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
+            image.load()
+            Image.frombytes(image.mode, image.size, image.tobytes()).save(data, "PNG")
+    except UNREADABLE as error:
+        do = "delete it, and run `qwen-train decode` again; or add --no-images"
+        raise TrainError(f"this image cannot be read: {first_line(error)}", where=path, do=do) from None
+    return ShownImage(path.name, data.getvalue(), prompt, true_cfg_scale)
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+
+
+def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
+    """The model card: metadata for the hub, and Markdown."""
+    trigger = recorded(run.config, "trigger_word")
+    licence = run.family.licence
+    link = f"https://huggingface.co/{run.pipeline.models[0]}/blob/main/LICENSE"
+    extra: dict[str, Any] = {"instance_prompt": trigger} if trigger else {}
+    extra |= {"widget": [_widget(image) for image in images]} if images else {}
+    is_known = licence == "apache-2.0"  # else one that the hub does not list
+    data = ModelCardData(
+        base_model=run.base_model,
+        library_name="diffusers",
+        license=licence if is_known else "other",
+        license_name=None if is_known else licence,
+        license_link=None if is_known else link,
+        pipeline_tag=_pipeline_tag(run),
+        tags=[*_adapter_tags(run), "diffusers", "qwen-image", "qwen-cache"],
+        base_model_relation="adapter" if run.adapter else "finetune",
+        **extra,
+    )
+    parts = [f"# {repo.rpartition('/')[2]}", _introduction(run, trigger, link)]
+    parts += ["<Gallery />"] if images else []
+    parts += ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
+    parts += ["## Training", _table([("setting", "value"), *_settings(run)])]
+    parts += ["## Dataset", _table([("", "value"), *_dataset(run)])]
+    return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
+
+
+def _widget(image: ShownImage) -> dict[str, Any]:
+    parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
+    return {"text": image.prompt or " ", **parameters, "output": {"url": f"{IMAGES}/{image.name}"}}
+
+
+def _adapter_tags(run: RunFacts) -> list[str]:
+    """The hub's tags: under `lora` it shows how a pipeline loads one, which is wrong for other types."""
+    return [run.adapter.type.name, "template:sd-lora"] if run.adapter else []
+
+
+def _introduction(run: RunFacts, trigger: str | None, link: str) -> str:
+    what, lora = "The transformer of a full fine-tuning of", run.config.train.lora
+    if run.adapter:
+        what = f"{'An' if run.adapter.type is OFT else 'A'} {adapter_title(lora)} for"
+    base, licence = f"[{run.base_model}](https://huggingface.co/{run.base_model})", run.family.licence
+    text = f"{what} {base}, trained by [qwen-cache]({REPOSITORY}) {__version__}."
+    text += f" The trigger word is `{plain(trigger)}`." if trigger else ""
+    if file := run.single_file:
+        text += f"\n\nThe transformer that it was trained on is not that repository's, but the file `{file}`."
+    if assistant := run.assistant:
+        text += f"\n\nIt was trained beside the assistant LoRA `{assistant}`, which is not part of it."
+    if licence != "apache-2.0":
+        text += (
+            f"\n\nThe base is under the [{licence}]({link}) licence, which allows **no commercial use**. It holds for "
+            "these weights too."
+        )
+    return text
+
+
+def _pipeline_tag(run: RunFacts) -> str:
+    edits = run.pipeline.min_controls > 0
+    if run.pipeline.min_controls == 0 and run.pipeline.max_controls != 0:
+        edits = any((run.run / VALIDATION / "controls").glob("*"))
+    return "image-to-image" if edits else "text-to-image"
+
+
+def _code(run: RunFacts, repo: str) -> str:
+    pipeline = run.pipeline.name
+    load = f'"{run.base_model}", dtype=torch.bfloat16'
+    if run.adapter:
+        imports = f"import torch\nfrom diffusers import {pipeline}\n"
+        imports += "from peft import PeftModel\n" if run.adapter.type in BY_PEFT else ""
+        loading = LOADING[run.adapter.type].format(repo=f'"{repo}"')
+        return f'{imports}\npipe = {pipeline}.from_pretrained({load}).to("cuda")\n{loading}'
+    kind = run.family.transformer
+    return (
+        f"import torch\nfrom diffusers import {pipeline}, {kind}\n\n"
+        f'transformer = {kind}.from_pretrained("{repo}", subfolder="{FULL}", dtype=torch.bfloat16)\n'
+        f'pipe = {pipeline}.from_pretrained({load}, transformer=transformer).to("cuda")'
+    )
+
+
+def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:
+    """The settings that decide the result, without those that could hold a path, in the order of qwen.yaml."""
+    defaults, values = Config().flat(), run.config.flat()
+    shown = {*ALWAYS, *(OF_LORA if run.adapter else ())}
+    without = "train.lora." if not run.adapter else "train.lora.rank" if run.adapter.type == OFT else "train.lora.oft_"
+    for name, value in values.items():
+        wanted = name in shown or (name.startswith(SECTIONS) and value != defaults.get(name))
+        wanted = wanted and not name.startswith(without)
+        if wanted and value is not None and _is_harmless(name, value):
+            yield f"`{name}`", plain(", ".join(map(str, value)) if isinstance(value, list) else str(value))
+
+
+def _is_harmless(name: str, value: object) -> bool:
+    """Whether a setting is no free text: a number, a switch, one of a few choices, or a name in a program."""
+    if name in NAMES:
+        return True
+    if isinstance(value, list):
+        return all(_is_harmless(name, each) for each in value)
+    return isinstance(value, int | float) or (isinstance(value, str) and value in describe(name).choices)
+
+
+def _dataset(run: RunFacts) -> Iterator[tuple[str, str]]:
+    """The identity of the dataset, and the recipe of a cache that is still here and the same."""
+    yield "cache", f"`{run.facts.get('identity', 'unknown')}`"
+    for name in ("samples", "samples_for_validation", "samples_in_an_epoch"):
+        if isinstance(value := run.facts.get(name), int | float):
+            yield name.replace("_", " "), str(value)
+    with suppress(QwenCacheError, OSError):
+        path = location(run.config.cache.path)
+        if run.config.train.caches or isinstance(path, Url):
+            return
+        cache = open_configured(run.config.cache)
+        if cache.identity == run.facts.get("identity"):
+            yield "recipe", f"`{recipe_id(cache.recipe.recipe)}`"
+            yield "dtype", f"{cache.recipe.recipe.get('dtype')}"
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([head, "| --- | --- |", *body])
+
+
+# ---- upload ----------------------------------------------------------------------------------------------------------
+
+
+def upload(published: Published, repo: str, *, private: bool, revision: str | None) -> str:
+    """Upload all files in one commit, into a repository that is created if there is none; the commit's address.
+
+    QwenCacheError if the hub refuses, or with `private` if the repository exists and is public.
+    """
+    repository = Repository(repo, "model", revision)
+    repository.create(private=private)
+    return repository.commit(published.files, "Upload from qwen-train")

@@ -1,0 +1,240 @@
+"""Validation: loss and images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
+from jaxtyping import Float
+from safetensors.torch import save
+from torch import Tensor
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.format.cache import Sample
+from qwen_cache.format.sample import LATENT_CHANNELS, ImgShapes, token_count
+from qwen_cache.models.encoders import from_config
+from qwen_cache.models.family import Family
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import ValidationConfig
+from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.remembered import sealed
+from qwen_cache.terminal import plural
+from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
+from qwen_train.data.samples import Mixture, no_empty_prompt
+from qwen_train.inference.generator import generate_cached, initial_latents
+from qwen_train.run import LEVELS, LOSS, LOSSES, SCALES, VALIDATION
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+# Validation on held-out samples: their loss.
+#
+# Noise and noise levels depend only on a sample's key, so losses are comparable between runs with any seed and
+# settings, and training's random state is not touched. A run that holds out no samples is refused.
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The samples for validation, in the order of their keys, and the settings."""
+
+    samples: tuple[Sample, ...]
+    config: ValidationConfig
+    edit_mask_weight: float
+    family: Family
+
+    def measures_loss(self, step: int) -> bool:
+        return self.config.validation_steps is not None and step % self.config.validation_steps == 0
+
+    def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
+        """The mean loss over the samples of all processes: overall, and per quarter of the noise levels.
+
+        One sample at a time: a sample's loss then does not depend on others, and it takes less memory than training.
+        """
+        sums = torch.zeros(LEVELS, dtype=torch.float64)
+        for sample, is_filler in rank_samples(self.samples, accelerator):
+            for level, noised in enumerate(noised_samples(sample)):
+                loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
+                sums[level] += 0.0 if is_filler else loss
+        sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
+        means = (sums / len(self.samples)).tolist()
+        return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
+
+
+def make_validation(config: Config, batches: Batches) -> Validation | None:
+    """The validation that qwen.yaml schedules; None without any."""
+    settings = config.validation
+    if settings.validation_steps is None:
+        return None
+    samples = held_out(config, batches, settings.num_samples)
+    return Validation(samples, settings, config.train.edit_mask_weight, batches.family)
+
+
+def held_out(config: Config, batches: Batches, count: int) -> tuple[Sample, ...]:
+    """The first `count` held-out samples in the order of their keys; ConfigError without any."""
+    if not config.train.validation_split:
+        raise ConfigError(
+            "validation needs held-out samples, and there are none",
+            found=f"train.validation_split={config.train.validation_split}",
+            do="set train.validation_split, such as 0.05, or remove the section validation",
+        )
+    samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
+    if not samples:
+        raise ConfigError(
+            "validation needs held-out samples, and the only ones are of a cache with teacher: true",
+            found=f"train.validation_split={config.train.validation_split}",
+            do="raise train.validation_split",
+        )
+    return samples
+
+
+def held_out_by_key(batches: Batches) -> list[int]:
+    """The held-out samples in the order of their keys, which does not depend on the order of the cache.
+
+    Those of a teacher's cache are neither trained nor measured: their images are not what is learnt.
+    """
+    keys = batches.cache.column("key").take(batches.validation).to_pylist()
+    held_out = [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
+    return [i for i in held_out if not batches.cache.of_cache(i).teacher]
+
+
+@contextmanager
+def evaluating(transformer: Any) -> Iterator[None]:
+    """Disable dropout and gradients while entered."""
+    transformer.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        transformer.train()
+
+
+def rank_samples(samples: Sequence[Sample], accelerator: Any) -> Iterator[tuple[Sample, bool]]:
+    """The samples of this rank, and whether each is a filler, whose result is discarded.
+
+    Fillers give every rank the same number of samples: ranks that hold shards of the weights must run in step.
+    """
+    for first in range(0, len(samples), accelerator.num_processes):
+        i = first + accelerator.process_index
+        yield samples[i % len(samples)], i >= len(samples)
+
+
+def generator_of(sample: Sample, use: str) -> torch.Generator:
+    return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{use} {sample.key}".encode()) >> 1)
+
+
+def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
+    """Noise for the target, whether the sample has one or it is to be generated."""
+    return torch.randn(token_count(sample.img_shapes[:1]), LATENT_CHANNELS, generator=generator)
+
+
+def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
+    """The sample at each of its noise levels, at an offset within their quarters that depends on its key."""
+    generator = generator_of(sample, "loss")
+    offset = float(torch.rand((), generator=generator))
+    for level in range(LEVELS):
+        draw = NoiseDraw((level + offset) / LEVELS, noise(sample, generator))
+        yield NoisedSample(sample, (draw,), without_caption=False)
+
+
+# ---- validation images -----------------------------------------------------------------------------------------------
+# Images that are generated during training: of held-out samples, and of all samples of a validation cache.
+#
+# Their noise depends only on the sample, so the images of all steps and runs can be compared, and training's random
+# state is not touched. No VAE is needed: images are stored as latents for `qwen-train decode`.
+
+
+@dataclass(frozen=True)
+class ValidationImages:
+    """The samples to generate, held-out ones first, and the settings."""
+
+    samples: tuple[Sample, ...]
+    config: ValidationConfig
+    max_steps: int
+    scheduler: dict[str, Any]
+    """The model's scheduler_config.json."""
+    family: Family
+
+    @property
+    def summary(self) -> str:
+        """How many images are generated, when and how, in words."""
+        scales = self.config.true_cfg_scale
+        count = plural(len(self.samples) * len(scales), "image")
+        guided = f" at true_cfg_scale {' and '.join(f'{scale:g}' for scale in scales)}" if scales != [1] else ""
+        every = plural(self.config.images_every_steps, "step")
+        return f"{count}{guided}, before training, every {every} and after the last"
+
+    def due(self, step: int) -> bool:
+        """Whether images are generated after this step; step 0 is before training."""
+        return step % self.config.images_every_steps == 0 or step == self.max_steps
+
+    def write(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
+        """Write the latents of all images to `folder`/validation/step-N, targets and controls beside it.
+
+        Each process generates its share. With several scales a file has one image for each.
+        """
+        scales = self.config.true_cfg_scale
+        for sample, is_filler in rank_samples(self.samples, accelerator):
+            images = [self.generate(sample, transformer, accelerator.device, dtype, scale) for scale in scales]
+            if is_filler:
+                continue
+            target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
+            latents, words = torch.cat(images), {SCALES: json.dumps(scales)} if len(scales) > 1 else {}
+            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(scales), **words)
+            if "image_latents" in sample:
+                save_latents(folder / VALIDATION / "target", sample, sample["image_latents"], target)
+            if controls:
+                save_latents(folder / VALIDATION / "controls", sample, sample["control_latents"], controls)
+
+    def generate(
+        self, sample: Sample, transformer: Any, device: torch.device, dtype: torch.dtype, true_cfg_scale: float
+    ) -> Float[Tensor, "S 64"]:
+        """The latents that the stock pipeline would generate from the cached embeddings and control latents."""
+        return generate_cached(
+            sample,
+            transformer,
+            from_config(FlowMatchEulerDiscreteScheduler, self.scheduler),
+            family=self.family,
+            num_inference_steps=self.config.num_inference_steps,
+            true_cfg_scale=true_cfg_scale,
+            latents=self.initial_latents(sample, dtype),
+            device=device,
+            dtype=dtype,
+        )
+
+    def initial_latents(self, sample: Sample, dtype: torch.dtype) -> Float[Tensor, "S 64"]:
+        """The noise of the sample's seed, as in `predict` with that seed; without one it follows from the key."""
+        if (seed := sample.seed) is not None:
+            return initial_latents(sample, seed, dtype, self.family)
+        return noise(sample, generator_of(sample, "image"))
+
+
+def make_validation_images(
+    config: Config, batches: Batches, cache: Mixture | None, scheduler: dict[str, Any]
+) -> ValidationImages | None:
+    """The images that qwen.yaml schedules, of held-out samples and of the validation cache; None without any."""
+    settings = config.validation
+    samples = held_out(config, batches, settings.num_images) if settings.num_images else ()
+    without, scale = [it.name for it in samples if "empty_prompt_embeds" not in it], max(settings.true_cfg_scale)
+    if scale > 1 and without:
+        found = f"sample {without[0]}, validation.true_cfg_scale={scale}"
+        raise no_empty_prompt("guidance", batches.cache.folder, found, "validation.true_cfg_scale=1")
+    samples += tuple(cache[i] for i in range(len(cache))) if cache is not None else ()
+    if not samples:
+        return None
+    samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
+    return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family)
+
+
+def save_latents(
+    folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes, **words: str
+) -> None:
+    """Write packed latents of one or more images, with the metadata that `qwen-train decode` and the report need."""
+    make_folder(folder)
+    metadata = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt, **words}
+    data = save({"latents": latents.cpu().contiguous()}, metadata)
+    write_durably(folder / f"{sample.key}.safetensors", *sealed(data))
