@@ -27,10 +27,8 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import load_config
-from qwen_cache.ui.access import IMAGES, Access
-from qwen_cache.ui.pages import HERE, PAGES, PATHS, STATIC
-from qwen_cache.ui.settings import options_of
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui.app import HERE, IMAGES, PAGES, PATHS, STATIC_FOLDER, Access
+from qwen_train.ui.workspace import Workspace, options_of
 
 from .support.browser import chromium, new_page
 from .support.commands import command
@@ -155,7 +153,7 @@ def test_every_route_needs_the_token(stranger: TestClient) -> None:
 
 
 def test_pages_are_the_same_for_everybody(stranger: TestClient, project: Path) -> None:
-    for path in (*PATHS, *(f"/static/{name}" for name in STATIC)):
+    for path in (*PATHS, *(f"/static/{name}" for name in STATIC_FOLDER)):
         answer = stranger.get(path, headers={"Cookie": "a=b"})
         assert answer.status_code == 200, path
         assert project.name not in answer.text

@@ -15,11 +15,9 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.flags import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
-from qwen_cache.ui.build import MAX_LISTED, found_folders, shortened
-from qwen_cache.ui.build_command import Form, checked
-from qwen_cache.ui.devices import Device, Found, found
-from qwen_cache.ui.jobs.checks import Checked
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui.build import MAX_LISTED, Form, checked, found_folders, shortened
+from qwen_train.ui.jobs import Checked, Device, Found, found
+from qwen_train.ui.workspace import Workspace
 
 from .support.browser import chromium, new_page
 from .support.commands import command

@@ -27,14 +27,13 @@ from qwen_cache.service.http import open_socket
 from qwen_cache.sources.detect import read_content
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.places import File
-from qwen_cache.ui import decoding
-from qwen_cache.ui.data import row_images, scan
-from qwen_cache.ui.data.routes import routes_of
-from qwen_cache.ui.data.row_images import Thumbnails
-from qwen_cache.ui.decoding import Room
-from qwen_cache.ui.jobs.checks import Checked
-from qwen_cache.ui.jobs.command import Command
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui import scan, workspace
+from qwen_train.ui import scan as row_images
+from qwen_train.ui.data import routes_of
+from qwen_train.ui.job import Command
+from qwen_train.ui.jobs import Checked
+from qwen_train.ui.scan import Thumbnails
+from qwen_train.ui.workspace import Room, Workspace
 
 from .support.ui import opened
 from .support.waiting import HANG, wait_until
@@ -349,7 +348,7 @@ def test_images_that_are_decoded_at_once_have_limited_memory(tmp_path: Path, mon
         assert room.used == 5
     write_image(tmp_path / "a.png", 1)
     image, taken = File(tmp_path / "a.png"), list[int]()
-    monkeypatch.setattr(decoding, "ROOM", room := Room(10))
+    monkeypatch.setattr(workspace, "ROOM", room := Room(10))
     monkeypatch.setattr(row_images, "open_rgb", lambda *data: taken.append(room.used) or open_rgb(*data))
     monkeypatch.setattr(row_images, "open_mask", lambda *data: taken.append(room.used) or open_mask(*data))
     Thumbnails(tmp_path).get(image, is_mask=False)

@@ -22,9 +22,7 @@ from fastapi.testclient import TestClient
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
 from qwen_cache.service.http import RefusedError, answer
 from qwen_cache.storage.files import locked
-from qwen_cache.ui.jobs.checks import Checks
-from qwen_cache.ui.jobs.command import Command
-from qwen_cache.ui.jobs.job import (
+from qwen_train.ui.job import (
     ENDED,
     JOB,
     LOCK,
@@ -32,15 +30,14 @@ from qwen_cache.ui.jobs.job import (
     OUTPUT_BYTES,
     PROGRESS,
     STARTED,
+    Command,
     Job,
     NoJobError,
+    began,
     read_job,
     write_json,
 )
-from qwen_cache.ui.jobs.process import began
-from qwen_cache.ui.jobs.queue import Queue
-from qwen_cache.ui.jobs.routes import routes_of
-from qwen_cache.ui.jobs.scheduler import to_start
+from qwen_train.ui.jobs import Checks, Queue, job_routes, to_start
 
 from .support.browser import chromium, new_page
 from .support.ui import enter, served
@@ -395,7 +392,7 @@ def test_a_job_without_its_supervising_process_runs_and_is_then_lost(queue: Queu
 UI = """
 import sys, time
 from pathlib import Path
-from qwen_cache.ui.jobs import Command, Queue
+from qwen_train.ui.jobs import Command, Queue
 with Queue(Path(sys.argv[1]), {"qwen-cache": sys.argv[2:]}) as queue:
     for name in ("1", "2"):
         queue.add(name, "build", Command("qwen-cache", ["wait", name]), ["cpu"])
@@ -427,7 +424,7 @@ def test_two_queues_start_a_job_once(folder: Path, starts: dict[str, Sequence[st
     queue = Queue(folder, starts)
     id = add(queue, "wait", "end", on="cpu")
     job = queue.get(id)
-    line = [sys.executable, "-m", "qwen_cache.ui.jobs.supervise", str(job.folder)]
+    line = [sys.executable, "-m", "qwen_train.ui.supervise", str(job.folder)]
     both = [subprocess.Popen(line, start_new_session=True) for _ in range(2)]
     codes = sorted(process.wait() for process in both)
     assert codes == [0, 1]
@@ -445,7 +442,7 @@ def test_a_job_that_is_being_removed_does_not_start(folder: Path, starts: dict[s
     queue = Queue(folder, starts)
     id = add(queue, "say", "", "")
     job = queue.get(id)
-    line = [sys.executable, "-m", "qwen_cache.ui.jobs.supervise", str(job.folder)]
+    line = [sys.executable, "-m", "qwen_train.ui.supervise", str(job.folder)]
     with locked(job.folder / LOCK):
         assert subprocess.run(line, check=False).returncode == 1
         assert queue.get(id).state == "queued"
@@ -613,7 +610,7 @@ def test_a_newer_check_ends_the_older_one_of_its_key(folder: Path, starts: dict[
 @pytest.fixture
 def client(queue: Queue) -> TestClient:
     app = FastAPI()
-    app.include_router(routes_of(queue))
+    app.include_router(job_routes(queue))
     app.add_exception_handler(RefusedError, lambda _, error: answer(error))  # type: ignore[arg-type]
     return TestClient(app)
 

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from qwen_cache.service.http import RefusedError
-from qwen_cache.ui.train import folders, images, metrics
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui import runs
+from qwen_train.ui.workspace import Workspace
 
 from .support.written_runs import KEY, write_image, write_lines, write_run
 
@@ -23,13 +23,13 @@ OTHER = "f" * 32
 NAN = math.nan
 
 
-def read(path: Path) -> metrics.MetricsFile:
-    file = metrics.MetricsFile(path)
+def read(path: Path) -> runs.MetricsFile:
+    file = runs.MetricsFile(path)
     file.look()
     return file
 
 
-def series(file: metrics.MetricsFile, name: str) -> list[tuple[int, float]]:
+def series(file: runs.MetricsFile, name: str) -> list[tuple[int, float]]:
     steps, values = file.snapshot()[0][name]
     return list(zip(steps.tolist(), values.tolist(), strict=True))
 
@@ -92,11 +92,11 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     file = read(path)
     assert series(file, "loss") == [(2, 3.0), (9, 4.0)]
     assert file.damaged == len(DAMAGED)
-    assert metrics.curves(file)["damaged"] == len(DAMAGED)
+    assert runs.curves(file)["damaged"] == len(DAMAGED)
 
 
 def test_a_line_without_end_stays_small(tmp_path: Path) -> None:
-    path = tmp_path / metrics.NAME
+    path = tmp_path / runs.NAME
     path.write_bytes(b'{"step": 1, "loss": 1}\n' + b"x" * (3 << 20))
     file = read(path)
     assert not file.is_incomplete, "what is no line is not kept"
@@ -109,7 +109,7 @@ def test_a_line_without_end_stays_small(tmp_path: Path) -> None:
 
 def test_values_that_are_not_finite_are_gaps_in_strict_json(tmp_path: Path) -> None:
     lines = ({"step": i, "loss": value} for i, value in enumerate([1.0, NAN, 3.0, math.inf, -math.inf, 2.0], 1))
-    made = metrics.curves(read(write_lines(tmp_path, *lines)), 0.5)
+    made = runs.curves(read(write_lines(tmp_path, *lines)), 0.5)
     assert json.loads(json.dumps(made, allow_nan=False)) == made
     assert made["series"]["loss"]["values"] == [1.0, None, 3.0, None, None, 2.0]
     assert made["series"]["loss"]["not_finite"] == 3
@@ -119,11 +119,11 @@ def test_values_that_are_not_finite_are_gaps_in_strict_json(tmp_path: Path) -> N
 
 def test_the_smoothed_loss_is_the_weighted_mean_of_all_values_so_far() -> None:
     values, weight = np.random.default_rng(0).normal(size=50), 0.9
-    found = metrics.smoothed(values, weight)
+    found = runs.smoothed(values, weight)
     for t in range(50):
         weights = weight ** np.arange(t, -1, -1)
         assert found[t] == pytest.approx((weights * values[: t + 1]).sum() / weights.sum())
-    assert metrics.smoothed(values, 0.0).tolist() == values.tolist()
+    assert runs.smoothed(values, 0.0).tolist() == values.tolist()
 
 
 def outline(steps: list[int], values: list[float], points: int) -> list[int]:
@@ -147,17 +147,17 @@ def test_of_many_points_the_outline_is_shown(seed: int) -> None:
     values = random.normal(size=3000).round(1 + seed)
     values[random.random(3000) < 0.02] = NAN
     values[1000:1100] = math.inf
-    found = metrics.shown(steps, values, 200)
+    found = runs.shown(steps, values, 200)
     assert found.tolist() == outline(steps.tolist(), values.tolist(), 200)
     assert len(found) <= 5 * 50
-    assert metrics.shown(steps[:200], values[:200], 200).tolist() == list(range(200))
+    assert runs.shown(steps[:200], values[:200], 200).tolist() == list(range(200))
 
 
 def test_the_usual_smoothing_is_that_of_the_report() -> None:
     from qwen_train.training import report
 
     for count in (1, 400, 401, 5000):
-        assert metrics.usual_smoothing(count) == report.smoothing([(0, 0.0)] * count)
+        assert runs.usual_smoothing(count) == report.smoothing([(0, 0.0)] * count)
 
 
 # ---- the folders of runs ---------------------------------------------------------------------------------------------
@@ -174,23 +174,23 @@ def test_runs_caches_and_models_are_found_but_nothing_inside_them_or_behind_link
     half = project / "half"
     half.mkdir()
     (half / "qwen.yaml").write_text("{}", encoding="utf-8")
-    (half / metrics.NAME).symlink_to(outside / metrics.NAME)
+    (half / runs.NAME).symlink_to(outside / runs.NAME)
     workspace = Workspace.open(project)
-    found = folders.find(workspace)
+    found = runs.find(workspace)
     assert [workspace.shown(each) for each in found.runs] == ["out", "runs/2026/cats", "a/b/c/d"]
     assert [workspace.shown(each) for each in found.caches] == ["shards"]
     assert [workspace.shown(each) for each in found.models] == ["models/m"]
     for name in ("linked", "half", "../outside", "shards", str(outside)):
         with pytest.raises(RefusedError):
-            folders.run_at(workspace, name)
+            runs.run_at(workspace, name)
 
 
 def test_a_new_run_gets_a_free_name(tmp_path: Path) -> None:
     workspace = Workspace.open(tmp_path)
-    assert folders.new_name(workspace, "out") == "out"
+    assert runs.new_name(workspace, "out") == "out"
     for name in ("out", "out-2", "runs/cats"):
         (tmp_path / name).mkdir(parents=True)
-    assert [folders.new_name(workspace, name) for name in ("out", "out-2", "runs/cats")] == [
+    assert [runs.new_name(workspace, name) for name in ("out", "out-2", "runs/cats")] == [
         "out-3",
         "out-3",
         "runs/cats-2",
@@ -199,15 +199,15 @@ def test_a_new_run_gets_a_free_name(tmp_path: Path) -> None:
 
 def test_a_run_is_running_while_the_process_in_its_lock_exists(tmp_path: Path) -> None:
     run, lock = write_run(tmp_path / "out"), tmp_path / "out" / ".lock"
-    assert not folders.is_running(run)
+    assert not runs.is_running(run)
     lock.write_text(f"\nprocess {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
-    assert folders.is_running(run)
+    assert runs.is_running(run)
     lock.write_text(f"\nprocess {1 << 30} on {socket.gethostname()}", encoding="utf-8")
-    assert not folders.is_running(run), "a run that was killed"
+    assert not runs.is_running(run), "a run that was killed"
     lock.write_text("\nprocess 1 on another-machine", encoding="utf-8")
-    assert folders.is_running(run)
+    assert runs.is_running(run)
     lock.write_text("", encoding="utf-8")
-    assert not folders.is_running(run)
+    assert not runs.is_running(run)
 
 
 def test_only_settings_that_differ_are_listed() -> None:
@@ -215,7 +215,7 @@ def test_only_settings_that_differ_are_listed() -> None:
     one = {"train": {"lora": {"rank": 16, "rank_pattern": {"to_q": 1}}, "output_dir": "a", "fsdp": True, "ema": 1}}
     two = {"train": {"lora": {"rank": 32, "rank_pattern": {"to_q": 2}}, "output_dir": "b", "fsdp": 1, "ema": 1.0}}
     two["train"]["new"] = None
-    rows = folders.differing({"a": folders.flat(one, known), "b": folders.flat(two, known)})
+    rows = runs.differing({"a": runs.flat(one, known), "b": runs.flat(two, known)})
     assert rows == [
         {"key": "train.lora.rank", "values": ["16", "32"]},
         {"key": "train.lora.rank_pattern", "values": ['{"to_q": 1}', '{"to_q": 2}']},
@@ -242,7 +242,7 @@ def test_images_are_listed_by_sample_and_step(tmp_path: Path) -> None:
         path = run / "validation" / strange
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
-    made = images.listed(run)
+    made = runs.listed(run)
     first, second = made["samples"]
     paths = [[image["path"] for image in step["images"]] for step in first["steps"]]
     assert (first["name"], first["prompt"], first["scales"]) == ("cats/2", "make it <b>red</b>", [1, 4])
@@ -259,7 +259,7 @@ def test_images_are_listed_by_sample_and_step(tmp_path: Path) -> None:
 def test_damaged_latents_only_cost_their_words(tmp_path: Path, header: bytes) -> None:
     write_image(write_run(tmp_path), "step-0")
     (tmp_path / "validation" / "step-0" / f"{KEY}.safetensors").write_bytes(header)
-    (sample,) = images.listed(tmp_path)["samples"]
+    (sample,) = runs.listed(tmp_path)["samples"]
     assert (sample["name"], sample["prompt"]) == (KEY, "")
 
 
@@ -271,7 +271,7 @@ def test_nothing_but_the_images_of_a_run_is_read(tmp_path: Path) -> None:
     (folder / f"{OTHER}.png").symlink_to(secret)
     (run / "validation" / "step-1").symlink_to(folder)
     (folder / f"{'a' * 32}.png").write_bytes(b"GIF89a")
-    assert images.read(run, f"step-0/{KEY}.png").startswith(b"\x89PNG")
+    assert runs.read(run, f"step-0/{KEY}.png").startswith(b"\x89PNG")
     for path in (
         "step-0/../../../secret.png",
         "step-0/secret.png",
@@ -287,17 +287,17 @@ def test_nothing_but_the_images_of_a_run_is_read(tmp_path: Path) -> None:
         "",
     ):
         with pytest.raises(RefusedError):
-            images.read(run, path)
-    listed = [it["path"] for sample in images.listed(run)["samples"] for s in sample["steps"] for it in s["images"]]
+            runs.read(run, path)
+    listed = [it["path"] for sample in runs.listed(run)["samples"] for s in sample["steps"] for it in s["images"]]
     assert OTHER not in "".join(listed)
     assert "step-1" not in "".join(listed)
 
 
 def test_a_small_copy_is_on_white_and_a_damaged_png_is_refused(tmp_path: Path) -> None:
     data = write_image(write_run(tmp_path), "step-0").read_bytes()
-    with Image.open(io.BytesIO(images.small(data, 16))) as copy:
+    with Image.open(io.BytesIO(runs.small(data, 16))) as copy:
         assert (copy.format, copy.size) == ("JPEG", (16, 8))
         assert min(np.asarray(copy).ravel()) > 250
     for damaged in (data[:-30], data[:-16] + bytes(4) + data[-12:]):  # cut off; another checksum
         with pytest.raises(RefusedError):
-            images.small(damaged, 16)
+            runs.small(damaged, 16)

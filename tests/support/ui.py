@@ -18,10 +18,9 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from qwen_cache.service.http import address_of, open_socket
-from qwen_cache.ui.app import make_app
-from qwen_cache.ui.jobs.checks import Checks
-from qwen_cache.ui.jobs.queue import Queue
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui.app import make_app
+from qwen_train.ui.jobs import Checks, Queue
+from qwen_train.ui.workspace import Workspace
 
 from .waiting import HANG
 

@@ -1,8 +1,4 @@
-"""The Generate page: images from controls and a prompt, with a LoRA at one or several strengths.
-
-Each request becomes one `qwen-train predict`, which writes into a folder of its own below the state of the UI. Images
-come from there alone; what is uploaded is decoded first, as any image of a source.
-"""
+"""The Generate page."""
 
 from __future__ import annotations
 
@@ -32,12 +28,9 @@ from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.files import make_folder, write_durably
-from qwen_cache.ui.decoding import decoded
-from qwen_cache.ui.jobs.command import Command
-from qwen_cache.ui.jobs.job import Job
-from qwen_cache.ui.jobs.queue import Queue
-from qwen_cache.ui.settings import Changes, options_of
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui.job import Command, Job
+from qwen_train.ui.jobs import Queue
+from qwen_train.ui.workspace import Changes, Workspace, decoded, options_of
 
 KIND = "generate"
 LORA_NAME = "pytorch_lora_weights.safetensors"

@@ -1,21 +1,21 @@
-"""A source as the Data page sees it: listed in a thread, listed again when its files change, edited row by row.
-
-A row is named by its position and the version that the page saw. An edit of another version is refused, and so is one
-of a file that changed meanwhile; edits of one source follow each other. What is written, and where, is decided by
-`sources/editing.py`.
-"""
+"""A source that is open in the Data page: rows as shown, problems, edits, checks."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.errors import Problem, QwenCacheError, SourceError
+import numpy as np
+import numpy.typing as npt
+
+from qwen_cache.errors import OutdatedError, Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.sections import DataConfig
@@ -32,13 +32,259 @@ from qwen_cache.sources.detect import (
     without_gc,
 )
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
+from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import Location
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.remote import Url
-from qwen_cache.ui.data.inside import check_links, readable
-from qwen_cache.ui.data.scan import Scan, areas
-from qwen_cache.ui.data.view import Positions, Shown, View, counts, positions, text_of
-from qwen_cache.ui.workspace import Workspace
+from qwen_train.ui.job import Command
+from qwen_train.ui.jobs import Checked, Checks
+from qwen_train.ui.scan import Scan, areas
+from qwen_train.ui.workspace import Workspace
+
+# ---- inside ----------------------------------------------------------------------------------------------------------
+# What is read of a source: files in the opened folders. A table may name any file of the machine, a link lead to it.
+#
+# An image elsewhere is shown as one that cannot be read. A source with a link to other files elsewhere, such as
+# prompts, is not listed. `build` reads them all: it runs as the user does. Images on servers are left to
+# `data.allow_urls`.
+
+IsInside = Callable[[Path], bool]
+"""Whether a file is in the opened folders, after links are followed."""
+ALLOW = "open its folder too: qwen-cache ui --allow FOLDER"
+
+
+@dataclass(frozen=True)
+class Outside:
+    """An image that is not read."""
+
+    where: str
+
+    def __str__(self) -> str:
+        return self.where
+
+    def read(self) -> bytes:
+        raise SourceError("this image is outside the opened folders", where=self.where, do=ALLOW)
+
+
+def readable(entry: Entry, is_inside: IsInside) -> Entry:
+    """The row, with `Outside` in place of images that are not read."""
+
+    def checked(image: Readable) -> Readable:
+        files = getattr(image, "files", ())
+        is_here = all(is_inside(file) for file in files if isinstance(file, Path))
+        return image if is_here else Outside(str(image))
+
+    target, mask = (None if image is None else checked(image) for image in (entry.target, entry.mask))
+    return replace(entry, target=target, controls=tuple(map(checked, entry.controls)), mask=mask)
+
+
+def check_links(source: Path, is_inside: IsInside) -> None:
+    """SourceError for a link in a source that leads out of the opened folders, unless it has the name of an image.
+
+    Of a folder with a table only the table is looked at: all else that is read of it are images.
+    """
+    if not source.is_dir():
+        return
+    tables = [source / name for name in METADATA_TABLES if (source / name).is_file()]
+    for table in tables:
+        _check(table, is_inside)
+    waiting = [] if tables else [os.path.realpath(source)]
+    seen = set(waiting)
+    while waiting:
+        with os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                is_link = entry.is_symlink()
+                if entry.name[0] == "." or not (is_link or entry.is_dir()):
+                    continue
+                is_folder = _is_folder(entry)
+                if is_link and (is_folder or not entry.name.lower().endswith(IMAGE_EXTENSIONS)):
+                    _check(Path(entry.path), is_inside)
+                if is_folder and (folder := os.path.realpath(entry.path)) not in seen:
+                    seen.add(folder)
+                    waiting.append(folder)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
+
+
+def _check(path: Path, is_inside: IsInside) -> None:
+    if not is_inside(path):
+        raise SourceError("this link leads out of the opened folders", where=path, do=ALLOW)
+
+
+# ---- view ------------------------------------------------------------------------------------------------------------
+# Which rows of a source are shown, and in which order: a filter, the words of a search, and a sort.
+
+Positions = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+FILTERS = {
+    "problems": "rows with problems",
+    "left_out": "rows left out",
+    "kept": "rows that are kept",
+    "no_mask": "rows without a mask",
+    "no_control": "rows without a control",
+    "no_prompt": "rows without a prompt",
+}
+"""What every listing shows; the findings of a scan have filters of their own."""
+
+
+@dataclass(frozen=True)
+class View:
+    """What a page asks for."""
+
+    filter: str = "all"
+    search: str = ""
+    sort: str = "source"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a view depends on, besides the listing."""
+
+    with_problems: Collection[int]
+    flags: Mapping[str, Sequence[int]]
+    """The rows of each finding, in their order: groups one after another."""
+    pixels: npt.NDArray[np.float64] | None
+    """Of each target; NaN where unknown."""
+
+
+def text_of(entry: Entry) -> str:
+    """What a search looks into."""
+    return "\n".join((entry.name, *entry.prompts)).casefold()
+
+
+def has(entry: Entry, row: int, name: str, with_problems: Collection[int]) -> bool:
+    """Whether a row belongs to one of `FILTERS`."""
+    match name:
+        case "problems":
+            return row in with_problems
+        case "left_out":
+            return entry.is_left_out
+        case "kept":
+            return not entry.is_left_out
+        case "no_mask":
+            return entry.mask is None
+        case "no_control":
+            return not entry.controls
+        case _:
+            return not all(entry.prompts)
+
+
+def counts(entries: Sequence[Entry], with_problems: Collection[int]) -> dict[str, int]:
+    """The number of rows of each of `FILTERS`."""
+    left_out = sum(entry.is_left_out for entry in entries)
+    return {
+        "problems": len(with_problems),
+        "left_out": left_out,
+        "kept": len(entries) - left_out,
+        "no_mask": sum(entry.mask is None for entry in entries),
+        "no_control": sum(not entry.controls for entry in entries),
+        "no_prompt": sum(not all(entry.prompts) for entry in entries),
+    }
+
+
+def positions(view: View, entries: Sequence[Entry], text: Callable[[int], str], shown: Shown) -> Positions:
+    """The rows of a view, in its order."""
+    rows: Sequence[int] = range(len(entries))
+    if view.filter in shown.flags:
+        rows = [row for row in shown.flags[view.filter] if row < len(entries)]
+    elif view.filter in FILTERS:
+        rows = [row for row in rows if has(entries[row], row, view.filter, shown.with_problems)]
+    if words := view.search.casefold().split():
+        rows = [row for row in rows if all(word in text(row) for word in words)]
+    chosen = np.fromiter(rows, np.int64, len(rows))
+    return chosen[_order(view.sort, chosen, entries, shown)]
+
+
+def _order(sort: str, rows: Positions, entries: Sequence[Entry], shown: Shown) -> Positions:
+    def lengths() -> npt.NDArray[np.float64]:
+        return np.array([max(map(len, entries[row].prompts), default=0) for row in rows.tolist()], np.float64)
+
+    def pixels() -> npt.NDArray[np.float64]:
+        return np.full(len(rows), np.nan) if shown.pixels is None else shown.pixels[rows]
+
+    if sort == "name":
+        names = [entries[row].name for row in rows.tolist()]
+        return np.array(sorted(range(len(names)), key=names.__getitem__), np.int64)
+    keys: dict[str, Callable[[], npt.NDArray[np.float64]]] = {
+        "shortest": lengths,
+        "longest": lambda: -lengths(),
+        "smallest": pixels,
+        "largest": lambda: -pixels(),
+    }
+    return np.argsort(keys[sort](), kind="stable") if sort in keys else np.arange(len(rows))
+
+
+# ---- check -----------------------------------------------------------------------------------------------------------
+# The check of a source: `qwen-cache build --dry-run --json` in a process of its own, and the problems it lists.
+
+KEY = "data-check"
+
+
+def located(where: str, folder: Path) -> str:
+    """The place of a problem as a list of the source has it, which begins with an absolute path."""
+    return where if "://" in where else os.path.join(folder, where)
+
+
+class Check:
+    """A check that runs in a thread; `found` gets the problems."""
+
+    def __init__(
+        self, checks: Checks, command: Command, folder: Path, found: Callable[[Sequence[Problem]], object]
+    ) -> None:
+        """`folder` is where the command runs: the places of its problems begin there."""
+        self.command, self.folder, self.state, self.message, self.summary = command, folder, "running", "", ""
+        self._checks, self._found, self._began = checks, found, time.monotonic()
+        self.seconds = 0.0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="check", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._take(self._checks.check(self.command, KEY))
+        except OutdatedError:
+            self.state = "stopped"
+        except (QwenCacheError, OSError) as error:
+            self.state, self.message = "failed", str(error)
+        self.seconds = time.monotonic() - self._began
+
+    def _take(self, checked: Checked) -> None:
+        document = checked.document
+        if not isinstance(document, dict) or "problems" not in document:
+            self.state, self.message = "failed", checked.message or f"the command ended with {checked.code}"
+            return
+        problems = [
+            Problem(located(each["where"], self.folder), each["what"], each["do"]) for each in document["problems"]
+        ]
+        self._found(problems)
+        encode, cached = document.get("to_encode", 0), document.get("cached", 0)
+        self.summary = f"{encode:,} to encode, {cached:,} in the cache"
+        refused = [each["what"] for each in document.get("refused", ()) if not (problems and "problem" in each["what"])]
+        self.state, self.message = "done", os.linesep.join(refused)
+
+    def as_json(self) -> dict[str, Any]:
+        seconds = time.monotonic() - self._began if self.state == "running" else self.seconds
+        return {
+            "state": self.state,
+            "message": self.message,
+            "summary": self.summary,
+            "line": self.command.line,
+            "seconds": round(seconds, 1),
+        }
+
+
+# ---- opened ----------------------------------------------------------------------------------------------------------
+# A source as the Data page sees it: listed in a thread, listed again when its files change, edited row by row.
+#
+# A row is named by its position and the version that the page saw. An edit of another version is refused, and so is one
+# of a file that changed meanwhile; edits of one source follow each other. What is written, and where, is decided by
+# `sources/editing.py`.
 
 WATCHED = 4096  # folders and files whose times say whether a source has changed
 VIEWS = 8

@@ -1,4 +1,4 @@
-"""The routes of the Data page. Image bytes are reached through a row only, never by a path or an address."""
+"""The routes of the Data page."""
 
 from __future__ import annotations
 
@@ -26,14 +26,25 @@ from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.tables import READERS
 from qwen_cache.storage.remote import Url
 from qwen_cache.text import plain
-from qwen_cache.ui.build_command import Form, build_of
-from qwen_cache.ui.data import row_images
-from qwen_cache.ui.data.check import KEY, Check
-from qwen_cache.ui.data.opened import OpenSource, version_of
-from qwen_cache.ui.data.scan import FINDINGS, IN_GROUPS, titled_groups
-from qwen_cache.ui.data.view import FILTERS, View
-from qwen_cache.ui.jobs.checks import Checks
-from qwen_cache.ui.workspace import STATE, Workspace
+from qwen_train.ui.build import Form, build_of
+from qwen_train.ui.jobs import Checks
+from qwen_train.ui.opened import FILTERS, KEY, Check, OpenSource, View
+from qwen_train.ui.opened import version_of as version_of_entry
+from qwen_train.ui.scan import (
+    FINDINGS,
+    IN_GROUPS,
+    Thumbnails,
+    deflated,
+    image_of,
+    mask_png,
+    mask_values,
+    overlay,
+    roles_of,
+    titled_groups,
+    version_of,
+    whole,
+)
+from qwen_train.ui.workspace import STATE, Workspace
 
 MOST_ROWS = 200  # of one answer
 MOST_OPEN = 3  # sources that are kept in memory
@@ -111,7 +122,7 @@ def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
     """The routes of the Data page."""
     router = APIRouter(prefix="/api/data")
     sources = Sources(workspace, checks)
-    thumbnails = row_images.Thumbnails(workspace.state / "thumbnails")
+    thumbnails = Thumbnails(workspace.state / "thumbnails")
     _add_reading(router, sources)
     _add_images(router, sources, thumbnails)
     _add_edits(router, sources)
@@ -181,7 +192,7 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
         return {"total": len(every), "order": opened.order, "groups": shown}
 
 
-def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thumbnails) -> None:
+def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> None:
     @router.get("/image")
     def image(
         request: Request,
@@ -192,7 +203,7 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thum
         v: Text = "",
     ) -> Response:
         found = image_at(sources.get(source).readable(row), role)
-        version = row_images.version_of(found)
+        version = version_of(found)
         tag, is_mask = f'"{version}-{size}"', role == "mask"
         headers = {"ETag": tag, "Cache-Control": FOREVER if v == version else "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -201,16 +212,16 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: row_images.Thum
             return Response(thumbnails.get(found, is_mask=is_mask), headers=headers, media_type="image/jpeg")
         if size == "overlay" and not is_mask:
             raise RefusedError(422, "only a mask has an overlay", "ask for the role mask")
-        data = row_images.overlay(found) if size == "overlay" else row_images.whole(found, is_mask=is_mask)
+        data = overlay(found) if size == "overlay" else whole(found, is_mask=is_mask)
         return Response(data, headers=headers, media_type="image/png" if is_mask else "image/jpeg")
 
     @router.get("/mask")
     def mask(source: Text, row: Number) -> Response:
         """The values of a mask at the target's size, deflated."""
-        (width, height), values, seen, is_scaled = row_images.mask_values(sources.get(source).readable(row))
+        (width, height), values, seen, is_scaled = mask_values(sources.get(source).readable(row))
         about = {"width": width, "height": height, "seen": seen, "scaled": is_scaled}
         headers = {"X-About": json.dumps(about)}
-        return Response(row_images.deflated(values), headers=headers, media_type="application/octet-stream")
+        return Response(deflated(values), headers=headers, media_type="application/octet-stream")
 
 
 def _add_edits(router: APIRouter, sources: Sources) -> None:
@@ -234,7 +245,7 @@ def _add_edits(router: APIRouter, sources: Sources) -> None:
         source: Text, row: Number, seen: Text, body: Annotated[bytes, Body()], seen_mask: Text = ""
     ) -> dict[str, Any]:
         opened = sources.get(source)
-        png = row_images.mask_png(opened.readable(row), body)
+        png = mask_png(opened.readable(row), body)
         new = opened.set_mask(row, seen, png, seen_mask or None)
         return answer(opened, row) | {"seen": "" if new.mask is None else content_hash(new.mask.read())}
 
@@ -304,16 +315,14 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
         "row": row,
         "name": entry.name,
         "where": opened.shown(entry.where),
-        "version": version_of(entry),
+        "version": version_of_entry(entry),
         "prompts": entry.prompts,
         "phrase": entry.phrase,
         "left_out": entry.is_left_out,
         "problems": problems,
         "changed": entry.where in opened.changed_since_check,
         "findings": list(findings.by_row.get(row, ())) if findings else [],
-        "images": [
-            {"role": role, "v": row_images.version_of(image_at(entry, role))} for role in row_images.roles_of(entry)
-        ],
+        "images": [{"role": role, "v": version_of(image_at(entry, role))} for role in roles_of(entry)],
     }
 
 
@@ -321,7 +330,7 @@ def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:
     """Where each image is, and its size or what is wrong with it."""
     found: list[dict[str, Any]] = []
     entry = opened.readable(row)
-    for role in row_images.roles_of(entry):
+    for role in roles_of(entry):
         image = image_at(entry, role)
         about: dict[str, Any] = {"role": role, "where": opened.shown(str(image)), "size": None, "error": None}
         try:
@@ -334,7 +343,7 @@ def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:
 
 def image_at(entry: Entry, role: str) -> Readable:
     """An image of a row; RefusedError (404) if the row has none of this role."""
-    image = row_images.image_of(entry, role)
+    image = image_of(entry, role)
     if image is None:
         raise RefusedError(404, "the row has no such image", "reload the page: the source has changed")
     return image

@@ -1,6 +1,6 @@
 """The process that runs one job: it starts the command, waits for it, and writes down how it ended.
 
-`python -m qwen_cache.ui.jobs.supervise FOLDER` returns when the job has begun: 0, or 1 if another process has it or it
+`python -m qwen_train.ui.supervise FOLDER` returns when the job has begun: 0, or 1 if another process has it or it
 cannot be started. The supervising process itself has no terminal and no parent, so it outlives the UI. It ignores
 signals: they are for the command, which gets none from a terminal. The command inherits the lock, so that a job whose
 supervising process was killed still counts as running.
@@ -18,8 +18,7 @@ from pathlib import Path
 
 from qwen_cache.storage.files import LockHeldError, locked
 from qwen_cache.terminal import VARIABLE
-from qwen_cache.ui.jobs.job import ENDED, LOCK, OUTPUT, PROGRESS, RESULT, STARTED, TRAIN, Job, read_job, write_json
-from qwen_cache.ui.jobs.process import began
+from qwen_train.ui.job import ENDED, LOCK, OUTPUT, PROGRESS, RESULT, STARTED, TRAIN, Job, began, read_job, write_json
 
 NOT_STARTED = 127  # as shells report it
 

@@ -1,0 +1,647 @@
+"""The queue of jobs over the devices of this machine, short checks, and their routes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from threading import Event, Lock, Semaphore, Thread
+from types import TracebackType
+from typing import Any, Self
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from qwen_cache.errors import JobError, OutdatedError
+from qwen_cache.service.http import RefusedError
+from qwen_cache.storage.files import LockHeldError, locked, make_folder, remove_folder, whole_folder, write_durably
+from qwen_cache.text import without_controls
+from qwen_train.ui.job import (
+    ENDED,
+    ID,
+    JOB,
+    LOCK,
+    OUTPUT,
+    STARTS,
+    STOP,
+    Command,
+    Job,
+    NoJobError,
+    Output,
+    Starts,
+    State,
+    began,
+    children,
+    kill,
+    read_job,
+    read_json,
+    send,
+    signed,
+    write_json,
+)
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+# Commands as jobs: processes that outlive the UI, a queue over the devices of this machine, and short checks.
+
+__all__ = ["Checked", "Checks", "Command", "Job", "NoJobError", "Output", "Queue"]
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+# Commands that answer in seconds, such as `build --dry-run --json`, while a user waits.
+#
+# At most two run at once. A newer check with the same key ends the older one, whose answer nobody wants any more.
+
+AT_ONCE = 2
+MESSAGE_CHARACTERS = 20_000
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a command answered: its exit code, the JSON document on stdout or None, and its message on stderr."""
+
+    code: int
+    document: Any
+    message: str
+
+
+@dataclass(eq=False)
+class _Check:
+    """A check under way."""
+
+    is_outdated: bool = False
+    process: subprocess.Popen[bytes] | None = field(default=None)
+
+
+class Checks:
+    """Runs checks in a folder. `check` is called from any thread."""
+
+    def __init__(self, folder: Path, starts: Starts = STARTS) -> None:
+        self._folder, self._starts = folder, starts
+        self._slots, self._lock = Semaphore(AT_ONCE), Lock()
+        self._under_way: dict[_Check, str] = {}
+        self._is_closed = False
+
+    def check(self, command: Command, key: str = "") -> Checked:
+        """Run a command to its end; OutdatedError if a newer check with the same key has come, or the UI ends."""
+        check = _Check()
+        with self._lock:
+            for older, its_key in self._under_way.items():
+                if key and its_key == key:
+                    _end(older)
+            self._under_way[check] = key
+        try:
+            with self._slots:
+                return self._run(check, command)
+        finally:
+            with self._lock:
+                del self._under_way[check]
+
+    def end(self, key: str) -> None:
+        """End the checks with this key; those who wait for them get OutdatedError."""
+        with self._lock:
+            for check, its_key in self._under_way.items():
+                if its_key == key:
+                    _end(check)
+
+    def close(self) -> None:
+        """End all checks, now and from now on."""
+        with self._lock:
+            self._is_closed = True
+            for check in self._under_way:
+                _end(check)
+
+    def _run(self, check: _Check, command: Command) -> Checked:
+        with self._lock:
+            if check.is_outdated or self._is_closed:
+                raise _outdated()
+            check.process = process = subprocess.Popen(
+                command.argv(self._starts),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd=self._folder,
+                env=command.environ(),
+                start_new_session=True,
+            )
+        out, err = process.communicate()
+        if check.is_outdated:
+            raise _outdated()
+        return Checked(process.returncode, _document(out), _message(err))
+
+
+def _end(check: _Check) -> None:
+    check.is_outdated = True
+    if check.process and check.process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(check.process.pid, signal.SIGKILL)
+
+
+def _outdated() -> OutdatedError:
+    return OutdatedError("a newer check has taken the place of this one", do="wait for that one")
+
+
+def _document(out: bytes) -> Any:
+    try:
+        return json.loads(out)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _message(err: bytes) -> str:
+    """The error, or everything if there is none."""
+    text = without_controls(err.decode("utf-8", "replace").replace("\r", "\n"))[-MESSAGE_CHARACTERS:].strip()
+    return text[text.index("error: ") :] if "error: " in text else text
+
+
+# ---- scheduler -------------------------------------------------------------------------------------------------------
+# Which queued jobs start now.
+#
+# Two jobs with a common device never run together. A job that waits reserves its devices from those behind it, so none
+# waits for ever. A device whose number is not known, such as `auto`, may be any. Jobs without devices are short checks:
+# a few of them run at any time. One that fails holds up no other.
+
+MAX_CHECKS = 2
+_KNOWN = re.compile(r"cpu|mps|[a-z]+:[0-9]+", re.ASCII)
+
+
+def to_start(jobs: Sequence[Job]) -> list[Job]:
+    """Those of the queued jobs, in this order, that may run beside the active ones."""
+    taken = [job.devices for job in jobs if job.is_active and job.devices]
+    checks = sum(job.is_active and not job.devices for job in jobs)
+    chosen = []
+    for job in jobs:
+        if job.state != "queued":
+            continue
+        if not job.devices:
+            is_free = checks < MAX_CHECKS
+            checks += is_free
+        else:
+            is_free = not any(have_common(job.devices, devices) for devices in taken)
+            taken.append(job.devices)
+        if is_free:
+            chosen.append(job)
+    return chosen
+
+
+def have_common(some: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether two jobs on these devices may use the same one."""
+    return any(not _KNOWN.fullmatch(each) for each in (*some, *others)) or not set(some).isdisjoint(others)
+
+
+# ---- queue -----------------------------------------------------------------------------------------------------------
+# The queue of an opened folder: jobs in order, and the thread that starts them.
+#
+# All of it is on the disk, so a UI that is killed loses nothing: running jobs continue, and the next UI starts the
+# queued ones. A job starts at most once, even if two UIs try: its supervising process holds its lock. Ids are checked
+# before they become a path.
+
+PAUSE = 0.5  # seconds between two looks at what has ended
+QUEUE = "queue.json"
+FOREIGN = (
+    b"error: this job was not added by you on this machine, so it does not start by itself\n  -> read its command, \
+and run it again if you want it\n"
+)
+
+
+class Queue:
+    """The jobs of a folder. While it is entered, queued ones are started; running ones outlive it."""
+
+    def __init__(self, folder: Path, starts: Starts = STARTS) -> None:
+        """`starts` is what starts each program."""
+        self._jobs = folder.resolve() / ".qwen-ui" / "jobs"
+        self._starts = starts
+        self._changing = Lock()
+        self._ended: dict[str, Job] = {}
+        """Jobs that do not change any more."""
+        self._wake, self._ends = Event(), Event()
+        self._thread = Thread(target=self._schedule, name="queue", daemon=True)
+
+    def __enter__(self) -> Self:
+        make_folder(self._jobs)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.set()
+        self._wake.set()
+        self._thread.join()
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def paused(self) -> bool:
+        """Whether queued jobs wait until `resume`."""
+        return bool(self._written().get("paused"))
+
+    def list(self) -> list[Job]:
+        """Active jobs, then queued ones in their order, then those that have ended, the newest first."""
+        jobs = list(self._every())
+        order = {str(id): i for i, id in enumerate(self._order())}
+        ended = sorted((job for job in jobs if job.is_ended), key=lambda job: (job.ended or 0, job.id), reverse=True)
+        active = sorted((job for job in jobs if job.is_active), key=lambda job: (job.started or 0, job.id))
+        queued = [job for job in jobs if job.state == "queued"]
+        queued.sort(key=lambda job: (order.get(job.id, len(order)), job.created, job.id))
+        return [*active, *queued, *ended]
+
+    def get(self, id: str) -> Job:
+        """One job; NoJobError if there is none."""
+        if not ID.fullmatch(id):
+            raise NoJobError("this is no id of a job", found=id, do="reload the page")
+        if id in self._ended and (self._jobs / id).is_dir():
+            return self._ended[id]
+        job = read_job(self._jobs / id)
+        if job.is_ended:
+            self._ended[id] = job
+        return job
+
+    def output(self, id: str, since: int = 0) -> Output:
+        """What the job has printed on stderr, from byte `since` on."""
+        return self.get(id).output(since)
+
+    def result(self, id: str) -> Any:
+        """What the job has printed on stdout: a JSON document, or text."""
+        return self.get(id).result()
+
+    # ---- what a user does --------------------------------------------------------------------------------------------
+
+    def add(
+        self,
+        title: str,
+        kind: str,
+        command: Command,
+        devices: Sequence[str] = (),
+        about: Mapping[str, Any] | None = None,
+    ) -> Job:
+        """A new job at the end of the queue."""
+        now = time.time()
+        id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
+        job = {
+            "id": id,
+            "title": title,
+            "kind": kind,
+            "command": command.to_json(),
+            "argv": command.argv(self._starts),
+            "devices": list(devices),
+            "about": dict(about or {}),
+            "created": now,
+        }
+        make_folder(self._jobs)
+        with whole_folder(self._jobs / id) as folder:
+            write_json(folder / JOB, signed(job))
+        self._wake.set()
+        return self.get(id)
+
+    def again(self, id: str, arguments: Sequence[str] | None = None) -> Job:
+        """A new job with the command of another, or with these arguments in place of its own."""
+        job = self.get(id)
+        command = job.command if arguments is None else replace(job.command, arguments=arguments)
+        return self.add(job.title, job.kind, command, job.devices, job.about)
+
+    def stop(self, id: str) -> Job:
+        """Let the command save and end; the second time, end it without that."""
+        job, pid = self._running(id)
+        stops = int(read_json(job.folder / STOP).get("stops", 0)) + 1
+        write_json(job.folder / STOP, {"time": time.time(), "stops": stops})
+        if stops == 1:
+            _ask(job, pid, signal.SIGINT)
+        else:
+            send(pid, job.since, signal.SIGTERM)
+        return self.get(id)
+
+    def kill(self, id: str) -> Job:
+        """End the command and all that it has started, at once."""
+        job, pid = self._running(id)
+        stops = int(read_json(job.folder / STOP).get("stops", 0))
+        write_json(job.folder / STOP, {"time": time.time(), "stops": stops, "killed": True})
+        kill(pid, job.since)
+        return self.get(id)
+
+    def save_now(self, id: str) -> Job:
+        """Let a run save a checkpoint after its current step."""
+        job, pid = self._running(id)
+        if not job.saves():
+            raise JobError("this job saves nothing now", where=job.title, do="wait until it trains")
+        _ask(job, pid, signal.SIGUSR1)
+        return job
+
+    def remove(self, id: str) -> None:
+        """Remove a job that is queued or has ended, with its output."""
+        job = self.get(id)
+        do = "stop it, and wait until it has ended"
+        try:
+            with locked(job.folder / LOCK):
+                if read_job(job.folder).is_active:
+                    raise JobError("this job is running", where=job.title, do=do)
+                remove_folder(job.folder)
+        except LockHeldError:
+            raise JobError("this job is running", where=job.title, do=do) from None
+        self._ended.pop(id, None)
+
+    def move(self, id: str, by: int) -> None:
+        """Move a queued job among the queued ones: by -1 one place to the front."""
+        with self._change() as written:
+            queued = [job.id for job in self.list() if job.state == "queued"]
+            if id not in queued:
+                raise JobError("only a queued job can be moved", found=self.get(id).state, do="reload the page")
+            place = queued.index(id)
+            queued.insert(min(max(place + by, 0), len(queued) - 1), queued.pop(place))
+            written["order"] = queued
+
+    def pause(self) -> None:
+        """Start no queued job until `resume`; running ones continue."""
+        with self._change() as written:
+            written["paused"] = True
+
+    def resume(self) -> None:
+        with self._change() as written:
+            written["paused"] = False
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Start jobs until the end; only one process does, and another takes its place when it ends."""
+        while not self._ends.is_set():
+            with suppress(LockHeldError, OSError), locked(self._jobs / "scheduler.lock"):
+                while not self._ends.is_set():
+                    self._start_next()
+                    self._rest()
+            self._rest()
+
+    def _rest(self) -> None:
+        self._wake.wait(PAUSE)
+        self._wake.clear()
+
+    def _start_next(self) -> None:
+        for job in [] if self.paused else to_start(self.list()):
+            if self._ends.is_set():
+                return
+            if not job.is_own:
+                self._note_failed_start(job, FOREIGN)
+            elif not _start(job):
+                self._note_failed_start(job)
+
+    def _note_failed_start(self, job: Job, why: bytes = b"") -> None:
+        """Let a job that could not be started fail, or it would be tried for ever."""
+        with suppress(LockHeldError, FileNotFoundError), locked(job.folder / LOCK):
+            if read_job(job.folder).state == "queued":
+                if why:
+                    write_durably(job.folder / OUTPUT, why)
+                write_json(job.folder / ENDED, {"time": time.time(), "code": 1})
+
+    # ---- the disk ----------------------------------------------------------------------------------------------------
+
+    def _every(self) -> Iterator[Job]:
+        for folder in self._jobs.iterdir() if self._jobs.is_dir() else ():
+            if ID.fullmatch(folder.name):
+                with suppress(NoJobError):  # removed meanwhile, or damaged
+                    yield self.get(folder.name)
+
+    def _running(self, id: str) -> tuple[Job, int]:
+        job = self.get(id)
+        if not job.is_active:
+            raise JobError("this job is not running", where=job.title, found=job.state, do="reload the page")
+        if job.pid is None:
+            raise JobError("this job is being started", where=job.title, do="try again in a second")
+        return job, job.pid
+
+    def _written(self) -> dict[str, Any]:
+        return read_json(self._jobs / QUEUE)
+
+    def _order(self) -> Sequence[Any]:
+        order = self._written().get("order")
+        return order if isinstance(order, list) else ()
+
+    @contextmanager
+    def _change(self) -> Iterator[dict[str, Any]]:
+        """The order and the pause, to be changed and written."""
+        with self._changing:
+            make_folder(self._jobs)
+            written = self._written()
+            yield written
+            write_json(self._jobs / QUEUE, written)
+        self._wake.set()
+
+
+def _ask(job: Job, pid: int, number: signal.Signals) -> None:
+    """Send a signal to the command; to its processes where torchrun starts them.
+
+    torchrun passes no SIGUSR1 on, and after SIGINT gives them 30 seconds to save.
+    """
+    workers = [(child, began(child)) for child in children(pid)] if job.command.processes > 1 else []
+    if not workers or began(pid) != job.since:
+        send(pid, job.since, number)
+        return
+    for worker, since in workers:
+        if since is not None:
+            send(worker, since, number)
+
+
+def _start(job: Job) -> bool:
+    """Start a queued job in processes of its own; whether it has begun."""
+    command = [sys.executable, "-m", "qwen_train.ui.supervise", str(job.folder)]
+    with open(job.folder / OUTPUT, "ab") as errors:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            cwd=job.workplace,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            check=False,
+        )
+    return done.returncode == 0
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+# The routes of the Queue page, and of every page that shows a job.
+
+
+class Move(BaseModel, extra="forbid"):
+    """How many places a queued job moves to the back; to the front if it is negative."""
+
+    by: int
+
+
+class Stop(BaseModel, extra="forbid"):
+    """What the page showed: who saw a job run wants it to save, though another window has stopped it meanwhile."""
+
+    seen: State = "stopping"
+
+
+def job_routes(queue: Queue) -> APIRouter:
+    """The routes for a queue that is entered elsewhere."""
+    router = APIRouter(prefix="/api")
+    _add_views(router, queue)
+    _add_actions(router, queue)
+    return router
+
+
+def _add_views(router: APIRouter, queue: Queue) -> None:
+    @router.get("/jobs")
+    def jobs() -> dict[str, Any]:
+        return {"paused": queue.paused, "jobs": [job.to_json() for job in queue.list()]}
+
+    @router.get("/jobs/{id}")
+    def job(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.get(id).to_json()
+
+    @router.get("/jobs/{id}/output")
+    def output(id: str, since: int = 0) -> dict[str, Any]:
+        with refusals():
+            return asdict(queue.output(id, since))
+
+    @router.get("/jobs/{id}/result")
+    def result(id: str) -> dict[str, Any]:
+        with refusals():
+            value = queue.result(id)
+        is_text = isinstance(value, str)
+        return {"document": None if is_text else value, "text": value if is_text else None}
+
+
+def _add_actions(router: APIRouter, queue: Queue) -> None:
+    actions: dict[str, Callable[[str], Job]] = {
+        "kill": queue.kill,
+        "save": queue.save_now,
+        "again": queue.again,
+    }
+    for name, action in actions.items():
+        router.add_api_route(f"/jobs/{{id}}/{name}", _acting(action), methods=["POST"])
+
+    stopping = Lock()
+
+    @router.post("/jobs/{id}/stop")
+    def stop(id: str, stop: Stop | None = None) -> dict[str, Any]:
+        with refusals(), stopping:
+            job = queue.get(id)
+            is_repeated = stop is not None and stop.seen == "running" and job.state == "stopping"
+            return (job if is_repeated else queue.stop(id)).to_json()
+
+    @router.post("/jobs/{id}/remove")
+    def remove(id: str) -> dict[str, Any]:
+        with refusals():
+            queue.remove(id)
+        return {}
+
+    @router.post("/jobs/{id}/move")
+    def move(id: str, move: Move) -> dict[str, Any]:
+        with refusals():
+            queue.move(id, move.by)
+        return {}
+
+    @router.post("/queue/pause")
+    def pause() -> dict[str, bool]:
+        queue.pause()
+        return {"paused": True}
+
+    @router.post("/queue/resume")
+    def resume() -> dict[str, bool]:
+        queue.resume()
+        return {"paused": False}
+
+
+def _acting(action: Callable[[str], Job]) -> Callable[[str], dict[str, Any]]:
+    def act(id: str) -> dict[str, Any]:
+        with refusals():
+            return action(id).to_json()
+
+    return act
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """The errors of jobs as answers: 404, or 409 for what a job does not allow now."""
+    try:
+        yield
+    except JobError as error:
+        status = 404 if isinstance(error, NoJobError) else 409
+        raise RefusedError(status, error.fault, error.do or "reload the page") from None
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+# The devices of this machine, as `qwen-cache doctor --json` finds them: torch is never imported here.
+#
+# The first answer is kept, since a look takes seconds; `again` repeats it. The CPU is always one of them, the last.
+
+CPU = "cpu"
+WHY_NONE = ("accelerator", "torch's build")
+"""The checks of `doctor` that say why there is no accelerator."""
+LOOK = Command("qwen-cache", ("doctor", "--json"))
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device by the name that commands take; None for what its backend does not report."""
+
+    name: str
+    title: str
+    memory: int | None = None
+    free: int | None = None
+    bf16: bool | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The devices, and why there may be fewer than expected."""
+
+    devices: tuple[Device, ...]
+    problem: str = ""
+    do: str = ""
+
+
+def devices(checks: Checks) -> list[Device]:
+    """The devices of this machine, from one look that takes seconds."""
+    return list(look(checks).devices)
+
+
+def look(checks: Checks) -> Found:
+    """The result of `qwen-cache doctor --json`."""
+    return found(checks.check(LOOK))
+
+
+def found(checked: Checked) -> Found:
+    """The devices in an answer of `doctor`; its reason where it found no accelerator or failed."""
+    if not isinstance(checked.document, dict):
+        return Found((Device(CPU, "CPU"),), f"qwen-cache doctor failed: {checked.message}", "run it in a terminal")
+    examined: Sequence[dict[str, Any]] = checked.document["checks"]
+    facts = [each["facts"] for each in examined if "place" in each["facts"]]
+    accelerators = [Device(it["place"], it["name"], it["total"], it["free"], it["bf16"]) for it in facts]
+    host = next((each["facts"] for each in examined if each["name"] == "memory"), {"total": None, "free": None})
+    here = (*accelerators, Device(CPU, "CPU", host["total"], host["free"]))
+    lacking = [each for each in examined if each["name"] in WHY_NONE and each["status"] != "ok"]
+    if accelerators or not lacking:
+        return Found(here)
+    return Found(here, f"{lacking[0]['name']}: {lacking[0]['found']}", lacking[0]["do"] or "")
+
+
+def device_routes(checks: Checks) -> APIRouter:
+    router, lock, kept = APIRouter(), Lock(), list[Found]()
+
+    def answer(*, again: bool) -> dict[str, Any]:
+        with lock:
+            if again or not kept:
+                kept[:] = [look(checks)]
+            return asdict(kept[0])
+
+    @router.get("/api/devices")
+    def known() -> dict[str, Any]:
+        """The devices, found once."""
+        return answer(again=False)
+
+    @router.post("/api/devices/again")
+    def again() -> dict[str, Any]:
+        """The devices and their free memory as they are now."""
+        return answer(again=True)
+
+    return router

@@ -1,0 +1,480 @@
+"""The Train page: its command line, and its routes."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Annotated, Any
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from qwen_cache.errors import ConfigError
+from qwen_cache.service.http import RefusedError
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, parse_yaml
+from qwen_cache.settings.sections import NO_CACHE
+from qwen_train.ui import runs
+from qwen_train.ui.job import Command, Job
+from qwen_train.ui.jobs import Checks, Queue
+from qwen_train.ui.runs import run_at
+from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of, written_page
+
+# ---- command ---------------------------------------------------------------------------------------------------------
+# The command line of a run from what the form has: checked by the settings' own code, and only inside opened folders.
+#
+# The chosen GPUs become CUDA_VISIBLE_DEVICES, several of them one process each. A device that decodes images is one
+# more of the visible ones, so its number changes with them.
+
+OPTIONS = {
+    "model.path": "--model",
+    "model.transformer": "--transformer",
+    "train.max_steps": "--max-steps",
+    "optimizer.learning_rate": "--learning-rate",
+    "train.lora.rank": "--rank",
+    "train.batch_size": "--batch-size",
+    "train.output_dir": "--out",
+}
+"""The options of `qwen-train run` that override a setting; all others are changed with --set."""
+OF_PLAN = ("model.path", "model.transformer")
+"""Those that `qwen-train plan` has too."""
+OF_ENCODING = ("cache.", "model.", "validation.prompts", "validation.source", "validation.cache")
+CPU = "cpu"
+AUTO = "auto"
+GPU = re.compile(r"cuda:(\d{1,3})")
+NOT_FIRST = re.compile(r"[a-z]+:0*[1-9]\d*")
+"""A device that is not the first of its kind: a run takes the first one, and only GPUs of CUDA are hidden here."""
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+VAE_DEVICE = "validation.vae_device"
+LOGS = "logs"  # of TensorBoard, in the folder of a run
+
+
+class Form(BaseModel):
+    """What the form of a new run has."""
+
+    changes: Changes = {}
+    """By dotted name, among them cache.path, model.path and train.output_dir."""
+    devices: list[str] = []
+    """cpu, or GPUs such as cuda:0; none: as the command chooses."""
+    gpu_memory: int | None = None
+    """Bytes, for the plan."""
+    has_gpus: bool = False
+    """Whether this machine has GPUs, which are then hidden from a run on the CPU."""
+
+
+class Continued(BaseModel):
+    """What is asked for a run that continues."""
+
+    folder: str
+    changes: Changes = {}
+    devices: list[str] = []
+    has_gpus: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A command with the devices that it occupies, and the folder of its run."""
+
+    command: Command
+    devices: tuple[str, ...]
+    folder: str
+
+
+def new_run(workspace: Workspace, form: Form) -> Prepared:
+    """The command of a new run; ConfigError names the setting at fault, RefusedError a path outside."""
+    config = workspace.settings(form.changes)
+    check_paths(workspace, config)
+    decoder = config.validation.vae_device
+    environment, changes, devices, processes = on_devices(form.devices, form.changes, decoder, form.has_gpus)
+    arguments = ["run", *_cache(changes), *_options(changes, tuple(OPTIONS))]
+    command = Command("qwen-train", tuple(arguments), environment, processes)
+    return Prepared(command, devices, config.train.output_dir)
+
+
+def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prepared:
+    """The command that continues a run with its own settings and these changes, where `earlier` ran unless told."""
+    run = run_at(workspace, asked.folder)
+    changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
+    config = load_config(run / CONFIG_NAME, (), given(changes))
+    arguments = ["run", "--resume", *_given("--out", workspace.shown(run))]
+    check_written(workspace, config, run)
+    check_read(workspace, config)
+    if earlier and not asked.devices:
+        environment, devices, processes = earlier.command.environment, earlier.devices, earlier.command.processes
+    else:
+        if VAE_DEVICE not in changes and (decoder := _of_machine(config.validation.vae_device, earlier)):
+            changes[VAE_DEVICE] = decoder
+        environment, changes, devices, processes = on_devices(
+            asked.devices, changes, changes.get(VAE_DEVICE), asked.has_gpus
+        )
+    arguments += [*_cache(changes), *_options(changes, tuple(OPTIONS))]
+    return Prepared(Command("qwen-train", tuple(arguments), environment, processes), devices, workspace.shown(run))
+
+
+def _of_machine(device: str | None, earlier: Job | None) -> str | None:
+    """A GPU by its number in this machine, from its number among those that the earlier job saw; None if it is none."""
+    match = GPU.fullmatch(device or "")
+    visible = (earlier.command.environment.get(VISIBLE, "") if earlier else "").split(",")
+    if match and int(match[1]) < len(visible) and visible[int(match[1])].isdecimal():
+        return f"cuda:{visible[int(match[1])]}"
+    return device if match else None
+
+
+def planned(workspace: Workspace, form: Form) -> Command:
+    """The command that predicts the memory of such a run."""
+    check_paths(workspace, workspace.settings(form.changes))
+    changes = {key: value for key, value in form.changes.items() if key != "train.output_dir"}
+    size = ["--gpu-memory", f"{form.gpu_memory}B"] if form.gpu_memory else []
+    return Command("qwen-train", ("plan", *_cache(changes), *_options(changes, OF_PLAN), *size, "--json"))
+
+
+def encoding(workspace: Workspace, form: Form) -> Prepared:
+    """The command that encodes the prompts of images to generate, on the first of the devices."""
+    config = workspace.settings(form.changes)
+    check_paths(workspace, config)
+    changes = {key: value for key, value in form.changes.items() if key.startswith(OF_ENCODING)}
+    before = workspace.settings().cache.reuse
+    for name in (config.cache.path, config.validation_cache, *(set(config.cache.reuse) - set(before))):
+        workspace.location(name)
+    path = changes.pop("cache.path", None)
+    device = form.devices[0] if form.devices else AUTO
+    on = [part for option in ("--vae-device", "--text-device") for part in (option, device)]
+    out = _given("--out", str(path)) if path else []
+    arguments = ("build", "--only-validation", *out, *_options(changes, ("model.path",)), *on)
+    return Prepared(Command("qwen-cache", arguments), (device,), config.validation_cache)
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def _cache(changes: Changes) -> list[str]:
+    """The cache as an argument, if the form names one."""
+    path = changes.get("cache.path")
+    if not isinstance(path, str) or changes.get("train.caches"):
+        return []
+    return [f"./{path}" if path.startswith("-") else path]
+
+
+def _options(changes: Changes, known: Sequence[str]) -> list[str]:
+    """The changes as options, those that have one first."""
+    is_cached = not changes.get("train.caches")
+    named = {key for key in known if changes.get(key) is not None}
+    others = {key: value for key, value in changes.items() if key not in named}
+    if is_cached and isinstance(others.get("cache.path"), str):
+        del others["cache.path"]
+    made = [part for key in known if key in named for part in _given(OPTIONS[key], str(changes[key]))]
+    return made + options_of(others)
+
+
+def _given(option: str, value: str) -> list[str]:
+    return [f"{option}={value}"] if value.startswith("-") else [option, value]
+
+
+# ---- devices ---------------------------------------------------------------------------------------------------------
+
+
+def on_devices(
+    devices: Sequence[str], changes: Changes, decoder: str | None, has_gpus: bool
+) -> tuple[dict[str, str], Changes, tuple[str, ...], int]:
+    """The variables, the changes, the devices that are occupied, and the number of processes.
+
+    `decoder` is the device that decodes images, by its number in this machine, as the user gave it.
+    """
+    chosen = list(dict.fromkeys(devices))
+    gpus = [found[1] for each in chosen if (found := GPU.fullmatch(each))]
+    if len(gpus) != len(chosen) and len(chosen) > 1:
+        what, do = "a run trains on GPUs, or on one other device", "choose GPUs such as cuda:0, or cpu alone"
+        raise ConfigError(what, where="devices", found=", ".join(chosen), do=do)
+    if not gpus and any(NOT_FIRST.fullmatch(each) for each in chosen):
+        what, do = "a run takes the first device of this kind", "choose that one, or start the run in a terminal"
+        raise ConfigError(what, where="devices", found=chosen[0], do=do)
+    if not gpus:
+        hidden = {VISIBLE: ""} if chosen == [CPU] and has_gpus else {}
+        return hidden, changes, tuple(chosen) or (AUTO,), 1
+    match = GPU.fullmatch(decoder or "")
+    number = match[1] if match else None
+    visible = list(dict.fromkeys([*gpus, *([number] if number else [])]))
+    if number:
+        changes = {**changes, VAE_DEVICE: f"cuda:{visible.index(number)}"}
+    return {VISIBLE: ",".join(visible)}, changes, tuple(f"cuda:{each}" for each in visible), len(gpus)
+
+
+# ---- paths -----------------------------------------------------------------------------------------------------------
+
+
+def check_paths(workspace: Workspace, config: Config) -> None:
+    """RefusedError for a folder that a run would write, or data that it would read, outside the opened folders."""
+    out = workspace.inside(config.train.output_dir)
+    if out in (workspace.folder, *workspace.allowed) or STATE in out.relative_to(out.anchor).parts:
+        raise ConfigError(
+            "a run needs a folder of its own",
+            where="train.output_dir",
+            found=config.train.output_dir,
+            do="name a folder inside, such as out",
+        )
+    check_written(workspace, config, out)
+    check_read(workspace, config)
+
+
+def check_written(workspace: Workspace, config: Config, out: Path) -> None:
+    """An error for what a run writes besides its folder `out`; a folder for copies that qwen.yaml names is taken."""
+    if not (out / LOGS / (config.logging.run_name or "")).resolve().is_relative_to(out):
+        what, do = "the folder of this run's metrics is outside of its own", "give a name without .."
+        raise ConfigError(what, where="logging.run_name", found=config.logging.run_name, do=do)
+    copies = config.cache.local_copies
+    if copies and copies != workspace.settings().cache.local_copies:
+        workspace.inside(copies)
+
+
+def check_read(workspace: Workspace, config: Config) -> None:
+    """RefusedError for a cache, image or table of a run outside the opened folders; URLs are taken."""
+    for name in _read(config):
+        workspace.location(name)
+
+
+def _read(config: Config) -> Iterator[str]:
+    """The caches, images and tables of a run."""
+    yield from (each.path for each in config.train.caches) if config.train.caches else (config.cache.path,)
+    if config.validation.cache not in (None, NO_CACHE):
+        yield config.validation_cache
+    if config.validation.source:
+        yield config.validation.source
+    for prompt in config.validation.prompts:
+        yield from prompt.control
+
+
+# ---- routes ----------------------------------------------------------------------------------------------------------
+# Routes of the Train page: the form, the plan, starting and resuming, and what a run's folder has.
+#
+# Every folder is given by its name and looked up in the opened ones; files in it are those of a run alone. Starting a
+# run whose folder another job has or waits for is refused; one that was started elsewhere holds the folder's lock.
+
+KIND = "train"
+DECODE = "decode"
+ENCODE = "build"
+REPORTS = "/written/runs/"
+KEPT_RUNS = 32  # whose metrics stay in memory, at 16 bytes a value
+MOST_COMPARED = 12
+HEAVIEST = 0.99999
+"""The largest weight of the smoothed loss; 1 would never leave its first value."""
+FITTING = re.compile(r"(?P<changes>\S+=\S+(?: \S+=\S+)*)(?: \((?P<size>[^)]+)\))?")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl")
+MOST_IMAGES = 2000
+
+
+class Decoding(BaseModel):
+    """Which latents are decoded, and where."""
+
+    folder: str
+    device: str = "auto"
+
+
+class MetricsFiles:
+    """The metrics of the runs that were looked at last."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, runs.MetricsFile] = OrderedDict()
+        self._lock = Lock()
+
+    def of(self, run: Path) -> runs.MetricsFile:
+        """The metrics of this run, read up to now."""
+        with self._lock:
+            file = self._files.pop(run, None) or runs.MetricsFile(run / runs.NAME)
+            self._files[run] = file
+            while len(self._files) > KEPT_RUNS:
+                self._files.popitem(last=False)
+        file.look()
+        return file
+
+
+def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
+    router = APIRouter()
+    _add_form(router, workspace, checks)
+    _add_jobs(router, workspace, queue)
+    _add_runs(router, workspace)
+    _add_images(router, workspace)
+    return router
+
+
+# ---- before a run ----------------------------------------------------------------------------------------------------
+
+
+def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
+    @router.get("/api/train/places")
+    def places() -> dict[str, Any]:
+        """The caches that were found, and a free folder for a new run."""
+        found, wanted = runs.find(workspace), workspace.settings().train.output_dir
+        return {
+            "caches": [workspace.shown(each) for each in found.caches],
+            "models": [workspace.shown(each) for each in found.models],
+            "out": runs.new_name(workspace, wanted),
+            "complete": found.is_complete,
+        }
+
+    @router.get("/api/train/controls")
+    def controls() -> dict[str, Any]:
+        """Images in the opened folder that a validation prompt can take as its controls."""
+        found = runs.images(workspace, IMAGE_SUFFIXES, MOST_IMAGES)
+        return {"images": [workspace.shown(each) for each in found]}
+
+    @router.post("/api/train/command")
+    def command(form: Form) -> dict[str, Any]:
+        """The command line of a new run; an error names the setting at fault."""
+        return _shown(new_run(workspace, form))
+
+    @router.post("/api/train/plan")
+    def plan(form: Form) -> dict[str, Any]:
+        """What `qwen-train plan` answers, with the settings that would fit as changes; its error as a message."""
+        asked = planned(workspace, form)
+        checked = checks.check(asked, key="train-plan")
+        document = checked.document if isinstance(checked.document, dict) else None
+        fitting = [_changes_of(text) for text in (document or {}).get("do", [])]
+        return {
+            "line": asked.line,
+            "plan": document,
+            "fitting": [each for each in fitting if each],
+            "message": "" if document else checked.message,
+        }
+
+
+def _changes_of(text: str) -> dict[str, Any] | None:
+    """Settings that would fit, as `plan` writes them: `a.b=1 c.d=x (12 GB)`; None for anything else."""
+    match = FITTING.fullmatch(text)
+    if match is None:
+        return None
+    parts = (part.partition("=") for part in match["changes"].split())
+    return {"text": text, "changes": {key: parse_yaml(value) for key, _, value in parts}, "size": match["size"] or ""}
+
+
+def _shown(prepared: Prepared) -> dict[str, Any]:
+    return {"line": prepared.command.line, "devices": prepared.devices, "folder": prepared.folder}
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
+    adding = Lock()
+
+    def add(prepared: Prepared, title: str) -> dict[str, Any]:
+        name = workspace.shown(workspace.inside(prepared.folder))
+        with adding:
+            _check_free(queue.list(), name)
+            job = queue.add(title, KIND, prepared.command, prepared.devices, {"output_dir": name})
+        return job.to_json()
+
+    @router.post("/api/train/start")
+    def start(form: Form) -> dict[str, Any]:
+        """A new run, in the queue."""
+        prepared = new_run(workspace, form)
+        return add(prepared, f"Train {prepared.folder}")
+
+    @router.post("/api/train/encode")
+    def encode(form: Form) -> dict[str, Any]:
+        """The prompts of the form, encoded into the validation cache as a job."""
+        prepared = encoding(workspace, form)
+        return queue.add("Encode validation prompts", ENCODE, prepared.command, prepared.devices).to_json()
+
+    @router.post("/api/train/resume/command")
+    def resume_command(asked: Continued) -> dict[str, Any]:
+        """The command line that continues a run."""
+        return _shown(resumed(workspace, asked, _earlier(queue.list(), workspace, asked.folder)))
+
+    @router.post("/api/train/resume")
+    def resume(asked: Continued) -> dict[str, Any]:
+        """A run that continues, in the queue."""
+        prepared = resumed(workspace, asked, _earlier(queue.list(), workspace, asked.folder))
+        return add(prepared, f"Resume {prepared.folder}")
+
+    @router.post("/api/train/decode")
+    def decode(asked: Decoding) -> dict[str, Any]:
+        """The images of a run that are stored as latents, decoded as a job."""
+        name = workspace.shown(runs.run_at(workspace, asked.folder))
+        command = Command(
+            "qwen-train", ("decode", f"./{name}" if name[0] == "-" else name, f"--vae-device={asked.device}")
+        )
+        devices = () if asked.device == "cpu" else (asked.device,)
+        return queue.add(f"Decode images of {name}", DECODE, command, devices, {"decoded": name}).to_json()
+
+
+def _check_free(jobs: Sequence[Job], name: str) -> None:
+    """RefusedError if a job that has not ended writes to this folder."""
+    for job in jobs:
+        if job.kind == KIND and not job.is_ended and job.about.get("output_dir") == name:
+            state = "waits in the queue" if job.state == "queued" else "is running"
+            raise RefusedError(409, f"a run of {name} {state}", "wait for it, stop it, or name another folder")
+
+
+def _earlier(jobs: Sequence[Job], workspace: Workspace, name: str) -> Job | None:
+    """The newest job that has trained in this folder."""
+    shown = workspace.shown(workspace.inside(name))
+    of_run = [job for job in jobs if job.kind == KIND and job.about.get("output_dir") == shown]
+    return max(of_run, key=lambda job: job.created, default=None)
+
+
+# ---- what runs have written ------------------------------------------------------------------------------------------
+
+
+def _add_runs(router: APIRouter, workspace: Workspace) -> None:
+    files = MetricsFiles()
+
+    def about(run: Path) -> dict[str, Any]:
+        shown = runs.about(workspace, run)
+        return shown | {"report": f"{REPORTS}{quote(shown['folder'])}" if (run / runs.REPORT).is_file() else ""}
+
+    @router.get(f"{REPORTS}{{name:path}}")
+    def report(name: str) -> Response:
+        """The page that a run has written."""
+        return written_page(runs.run_at(workspace, name), runs.REPORT, is_alone=True)
+
+    @router.get("/api/train/runs")
+    def all_runs() -> dict[str, Any]:
+        """All runs that were found, the newest first."""
+        found = runs.find(workspace)
+        shown = [about(each) for each in found.runs]
+        return {"runs": sorted(shown, key=lambda run: -run["time"]), "complete": found.is_complete}
+
+    @router.get("/api/train/curves")
+    def curves(
+        folder: str, smoothing: float | None = None, points: int = runs.POINTS, version: str = ""
+    ) -> Mapping[str, Any]:
+        """The curves of a run, unless they are those of this version; with its state."""
+        run = runs.run_at(workspace, folder)
+        file = files.of(run)
+        state = about(run) | {"incomplete": file.is_incomplete}
+        now = f"{file.version}-{smoothing}-{points}"
+        if now == version:
+            return {"version": now, "run": state}
+        weight = None if smoothing is None else min(max(smoothing, 0.0), HEAVIEST)
+        made = runs.curves(file, weight, min(max(points, 8), 20_000))
+        return {"version": now, "run": state, **made}
+
+    @router.get("/api/train/differences")
+    def differences(folder: Annotated[list[str], Query()]) -> dict[str, Any]:
+        """The settings that differ between these runs."""
+        settings = {name: runs.settings_of(runs.run_at(workspace, name)) for name in folder[:MOST_COMPARED]}
+        return {"runs": list(settings), "rows": runs.differing(settings)}
+
+
+def _add_images(router: APIRouter, workspace: Workspace) -> None:
+    @router.get("/api/train/images")
+    def listed(folder: str, version: str = "") -> dict[str, Any]:
+        """The images of a run, unless they are those of this version."""
+        run = runs.run_at(workspace, folder)
+        now = " ".join(runs.versions(run))
+        return {"version": now} if now and now == version else {"version": now, **runs.listed(run)}
+
+    @router.get("/api/train/image", response_class=Response)
+    def image(folder: str, path: str, size: int = 0, version: str = "") -> Response:
+        """An image of a run, or a small copy with this longest side."""
+        data = runs.read(runs.run_at(workspace, folder), path)
+        kept = {"Cache-Control": "private, max-age=86400, immutable"} if version else {}
+        if not size:
+            return Response(data, media_type="image/png", headers=kept)
+        least = min((each for each in runs.SIZES if each >= size), default=runs.SIZES[-1])
+        return Response(runs.small(data, least), media_type="image/jpeg", headers=kept)
