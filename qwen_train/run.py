@@ -172,7 +172,7 @@ LEVELS = 4
 """Noise levels of a sample in validation: one in each quarter of 0..1."""
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """The loss in each quarter, from little noise to much, as metrics.jsonl has it."""
-NAME = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 STATE = "state.json"
 COMMITS = "commits"
 """The folder of the commits that a run with train.follow has taken in."""
@@ -220,12 +220,12 @@ def _remove_empty(folder: Path) -> None:
 
 def run_of(folder: Path) -> Path:
     """The folder of the run that a checkpoint belongs to; another folder itself."""
-    return folder.parent if NAME.fullmatch(folder.resolve().name) else folder
+    return folder.parent if CHECKPOINT.fullmatch(folder.resolve().name) else folder
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Step and path of every complete checkpoint, oldest first."""
-    matches = [(NAME.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
+    matches = [(CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 

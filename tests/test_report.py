@@ -192,11 +192,11 @@ def test_long_runs_are_thinned_and_smoothed(tmp_path: Path) -> None:
 
 def test_the_smoothed_curve_is_a_mean_with_weights_that_fall_exponentially() -> None:
     """Which is what the correction for the beginning at 0 comes to: the weights of the values so far sum to 1."""
-    points = [(float(i), float(value)) for i, value in enumerate(np.random.default_rng(0).normal(size=40))]
+    values = np.random.default_rng(0).normal(size=40)
     for weight in (0.0, 0.6, 0.95):
-        values = [[value for _, value in points[: i + 1]] for i in range(40)]
-        expected = [np.average(each, weights=weight ** np.arange(len(each))[::-1]) for each in values]
-        assert smoothed(points, weight) == [(i, pytest.approx(mean)) for i, mean in enumerate(expected)]
+        expected = [np.average(values[: i + 1], weights=weight ** np.arange(i + 1)[::-1]) for i in range(40)]
+        assert smoothed(values.tolist(), weight) == pytest.approx(expected)
+    assert smoothed(values.tolist(), 0.0) == values.tolist()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.flags import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
-from qwen_train.ui.build import MAX_LISTED, Form, checked, found_folders, shortened
+from qwen_train.ui import search
+from qwen_train.ui.build import MAX_LISTED, Form, checked, shortened
 from qwen_train.ui.jobs import Checked, Device, Found, found
 from qwen_train.ui.workspace import Workspace
 
@@ -162,7 +163,7 @@ def test_models_and_caches_of_the_folder_are_offered(own: TestClient, project: P
     }
     (project / "tiny" / "inside").mkdir(exist_ok=True)
     (project / "tiny" / "inside" / "cache.json").write_text("{}", encoding="utf-8")
-    assert ("tiny/inside", "cache") not in list(found_folders(Workspace.open(project)))
+    assert project / "tiny/inside" not in search.find(Workspace.open(project)).caches
 
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------

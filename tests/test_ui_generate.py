@@ -43,6 +43,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     secret = folder.parent / "secret.png"
     secret.write_bytes(png())
     (folder / "data/link.png").symlink_to(secret)
+    (folder / "data/same.png").symlink_to("a b.png")
     return folder
 
 
@@ -112,7 +113,7 @@ def test_what_cannot_be_generated_is_refused_before_it_is_queued(
 
 def test_choices_are_those_of_the_folder(page: TestClient) -> None:
     choices = page.get("/api/generate/choices").json()
-    assert choices["images"] == ["data/-x.png", "data/a b.png", "data/link.png"]
+    assert choices["images"] == ["data/-x.png", "data/a b.png", "data/same.png"]
     assert choices["loras"] == [
         {"path": "loras/cats.safetensors", "checkpoints": []},
         {"path": "out", "checkpoints": [20, 100, "final"]},

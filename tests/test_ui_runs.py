@@ -14,7 +14,8 @@ import pytest
 from PIL import Image
 
 from qwen_cache.service.http import RefusedError
-from qwen_train.ui import runs
+from qwen_train.run import METRICS_NAME
+from qwen_train.ui import runs, search
 from qwen_train.ui.workspace import Workspace
 
 from .support.written_runs import KEY, write_image, write_lines, write_run
@@ -96,7 +97,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_stays_small(tmp_path: Path) -> None:
-    path = tmp_path / runs.NAME
+    path = tmp_path / METRICS_NAME
     path.write_bytes(b'{"step": 1, "loss": 1}\n' + b"x" * (3 << 20))
     file = read(path)
     assert not file.is_incomplete, "what is no line is not kept"
@@ -115,15 +116,6 @@ def test_values_that_are_not_finite_are_gaps_in_strict_json(tmp_path: Path) -> N
     assert made["series"]["loss"]["not_finite"] == 3
     averages = made["series"]["loss_smoothed"]["values"]
     assert averages == [1.0, None, pytest.approx((0.5 * 1 + 3) / 1.5), None, None, pytest.approx(3.75 / 1.75)]
-
-
-def test_the_smoothed_loss_is_the_weighted_mean_of_all_values_so_far() -> None:
-    values, weight = np.random.default_rng(0).normal(size=50), 0.9
-    found = runs.smoothed(values, weight)
-    for t in range(50):
-        weights = weight ** np.arange(t, -1, -1)
-        assert found[t] == pytest.approx((weights * values[: t + 1]).sum() / weights.sum())
-    assert runs.smoothed(values, 0.0).tolist() == values.tolist()
 
 
 def outline(steps: list[int], values: list[float], points: int) -> list[int]:
@@ -153,13 +145,6 @@ def test_of_many_points_the_outline_is_shown(seed: int) -> None:
     assert runs.shown(steps[:200], values[:200], 200).tolist() == list(range(200))
 
 
-def test_the_usual_smoothing_is_that_of_the_report() -> None:
-    from qwen_train.training import report
-
-    for count in (1, 400, 401, 5000):
-        assert runs.usual_smoothing(count) == report.smoothing([(0, 0.0)] * count)
-
-
 # ---- the folders of runs ---------------------------------------------------------------------------------------------
 
 
@@ -174,9 +159,9 @@ def test_runs_caches_and_models_are_found_but_nothing_inside_them_or_behind_link
     half = project / "half"
     half.mkdir()
     (half / "qwen.yaml").write_text("{}", encoding="utf-8")
-    (half / runs.NAME).symlink_to(outside / runs.NAME)
+    (half / METRICS_NAME).symlink_to(outside / METRICS_NAME)
     workspace = Workspace.open(project)
-    found = runs.find(workspace)
+    found = search.find(workspace)
     assert [workspace.shown(each) for each in found.runs] == ["out", "runs/2026/cats", "a/b/c/d"]
     assert [workspace.shown(each) for each in found.caches] == ["shards"]
     assert [workspace.shown(each) for each in found.models] == ["models/m"]

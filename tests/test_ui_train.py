@@ -14,7 +14,7 @@ from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_train.ui import runs
+from qwen_train.run import METRICS_NAME
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checked, Checks
 
@@ -280,7 +280,7 @@ def test_a_run_is_shown_by_its_folder(page: TestClient, project: Path) -> None:
     assert curves["series"]["loss"]["values"] == curves["series"]["loss_smoothed"]["values"] == [1, 1 / 2, 1 / 3]
     same = page.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
     assert "series" not in same
-    with (project / "out" / runs.NAME).open("a", encoding="utf-8") as file:
+    with (project / "out" / METRICS_NAME).open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "loss": 9}\n')
     more = page.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
     assert more["series"]["loss"]["values"][-1] == 9

@@ -34,6 +34,7 @@ from qwen_cache.text import parse_json, repeated
 
 AGAIN = "download this component again"
 INDEX = ".safetensors.index.json"
+PIPELINE_INDEX = "model_index.json"
 TEXTS = (".json", ".txt", ".jinja", ".model", ".tiktoken")
 MAX_TEXT = 1 << 26  # bytes; the largest published tokenizer.json has 33 MB
 ADAPTER = "adapter_config.json"
@@ -583,7 +584,7 @@ class ModelFolder:
 
         Raises ModelError unless they are numbers above 0 and up to 1.
         """
-        index = self.path / "model_index.json"
+        index = self.path / PIPELINE_INDEX
         sigmas = read_config(index).get("sample_sigmas")
         if sigmas is None:
             return None
@@ -636,10 +637,10 @@ def open_model(
     """
     name = check_name(name)
     whole = [each for each in components if each != "transformer" or transformer is None]
-    patterns = ["model_index.json", *(f"{each}/*" for each in whole)]
+    patterns = [PIPELINE_INDEX, *(f"{each}/*" for each in whole)]
     patterns += ["transformer/config.json"] if len(whole) < len(components) else []
     path = Path(name) if Path(name).is_dir() else _download(name, patterns, revision)
-    index = path / "model_index.json"
+    index = path / PIPELINE_INDEX
     if not index.is_file():
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
         raise ModelError("not a diffusers model folder: it has no model_index.json", where=path, do=do)

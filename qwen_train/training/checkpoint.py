@@ -35,7 +35,7 @@ from qwen_cache.storage.remembered import UNLISTED, Fault, file_digest, find_fau
 from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
 from qwen_train.model.placement import Ema, assign, distribute_like, full_tensor
-from qwen_train.run import NAME, STATE, checkpoints
+from qwen_train.run import CHECKPOINT, STATE, checkpoints
 from qwen_train.training.optimizers import evaluation_weights, has_two_modes, trained_parameters
 from qwen_train.training.processes import all_gather_object, together
 from qwen_train.training.start import NEW_RUN, check_fixed
@@ -218,7 +218,7 @@ def restoring(path: Path) -> Iterator[None]:
 
 def _advice(path: Path, fault: Fault | None = None) -> str:
     """What to do about a checkpoint that cannot be used; earlier ones are read to find one that is whole."""
-    name, step = path.name, int(NAME.fullmatch(path.name)[1])  # type: ignore[index]
+    name, step = path.name, int(CHECKPOINT.fullmatch(path.name)[1])  # type: ignore[index]
     older = [earlier for number, earlier in reversed(checkpoints(path.parent)) if number < step]
     whole = next((earlier.name for earlier in older if _find_fault(earlier) is None), None)
     if whole:

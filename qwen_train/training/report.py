@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -38,7 +38,7 @@ from qwen_train.data.commits import TakenIn, describe, read_sequence
 from qwen_train.lora.files import adapter_title
 from qwen_train.run import LOSS, LOSSES, METRICS_NAME, SCALES, STEP, TIMES, VALIDATION, checkpoints, png_of
 
-NAME = "report.html"
+REPORT_NAME = "report.html"
 RUN_FACTS_NAME = "about.json"
 OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
 """The entries of about.json that the overview shows."""
@@ -64,12 +64,12 @@ def write_report(folder: Path) -> Path:
     """Write `folder`/report.html, atomically; TrainError without a run in `folder`, or if it cannot be written."""
     if not (folder / METRICS_NAME).is_file():
         raise TrainError("no run here", where=folder, expected=METRICS_NAME, do="name the train.output_dir of a run")
-    path = folder / NAME
+    path = folder / REPORT_NAME
     data = page(folder).encode("utf-8")
     try:
         write_durably(path, data)
     except OSError as error:
-        do = f"make {NAME} writable, or copy the folder of the run elsewhere and name the copy"
+        do = f"make {REPORT_NAME} writable, or copy the folder of the run elsewhere and name the copy"
         raise TrainError(f"this page cannot be written: {error.strerror}", where=path, do=do) from None
     return path
 
@@ -80,7 +80,7 @@ def renew_report(folder: Path) -> None:
         write_report(folder)
     except Exception as error:  # noqa: BLE001 (a run is worth more than its page)
         cause = str(error) if isinstance(error, QwenCacheError) else f"{type(error).__name__}: {error}"
-        text = f"warning: {NAME} was not renewed: {plain(' '.join(cause.split()))}"
+        text = f"warning: {REPORT_NAME} was not renewed: {plain(' '.join(cause.split()))}"
         console().print(text, style="yellow", markup=False)
 
 
@@ -167,7 +167,7 @@ def losses(metrics: Metrics) -> Facts:
     """The last losses, and how they have changed."""
     loss, measured = series(metrics, "loss"), series(metrics, LOSS)
     if loss:
-        (step, last), (_, raw) = smoothed(loss, smoothing(loss))[-1], loss[-1]
+        (step, raw), last = loss[-1], _smoothed(loss)[-1][1]
         yield "loss", f"{number(last)} smoothed after step {number(step)}, {number(raw)} in that step alone"
     if measured:
         (first_step, first), (step, last) = measured[0], measured[-1]
@@ -197,8 +197,7 @@ def charts(metrics: Metrics) -> Iterator[CurveChart]:
 def _curves(metrics: Metrics) -> Iterator[tuple[str, list[Curve]]]:
     """Titles and curves; a curve may have no points."""
     loss = series(metrics, "loss")
-    weight = smoothing(loss)
-    smooth = Curve(f"smoothed, {number(weight)}", smoothed(loss, weight))
+    smooth = Curve(f"smoothed, {number(smoothing(len(loss)))}", _smoothed(loss))
     yield "loss", [Curve("as logged", loss, "plain"), smooth] if len(loss) > 1 else [Curve("", loss)]
     levels = [Curve(noise_level(i), series(metrics, name), f"quarter-{i + 1}") for i, name in enumerate(LOSSES)]
     yield "validation loss by noise level", [Curve("all levels", series(metrics, LOSS)), *levels]
@@ -221,23 +220,32 @@ def series(metrics: Metrics, name: str) -> Points:
     return [(line["step"], line[name]) for line in metrics if math.isfinite(line.get(name, math.nan))]
 
 
-def smoothing(points: Points) -> float:
-    """The weight of `smoothed` for this curve: the slider "Smoothing" of TensorBoard shows the same with it."""
-    return 1 - 1 / max(SMOOTHED_LEAST, SMOOTHED_SHARE * len(points))
+def smoothing(count: int) -> float:
+    """The weight of `smoothed` for this many values: the slider "Smoothing" of TensorBoard shows the same with it."""
+    return 1 - 1 / max(SMOOTHED_LEAST, SMOOTHED_SHARE * count)
 
 
-def smoothed(points: Points, weight: float) -> Points:
+def smoothed(values: Iterable[float], weight: float) -> list[float]:
     """The exponential moving average with the bias towards its beginning at 0 removed, as in TensorBoard.
+
+    A value that is not finite stays as it is, and the average continues after it.
 
     With values v and weight w: `a_t = w·a_{t-1} + (1 - w)·v_t`, `a_0 = 0`, shown as `a_t / (1 - w^t)`: tensorboard's
     webapp/widgets/line_chart_v2/data_transformer.ts at 412c86e5; the correction is that of Adam (arXiv:1412.6980,
     section 3).
     """
-    average, curve = 0.0, []
-    for t, (step, value) in enumerate(points, 1):
-        average = weight * average + (1 - weight) * value
-        curve.append((step, average / (1 - weight**t)))
-    return curve
+    average, power, made = 0.0, 1.0, list[float]()
+    for value in values:
+        if math.isfinite(value):
+            average, power = weight * average + (1 - weight) * value, power * weight
+            value = average / (1 - power)
+        made.append(value)
+    return made
+
+
+def _smoothed(points: Points) -> Points:
+    made = smoothed((value for _, value in points), smoothing(len(points)))
+    return [(step, value) for (step, _), value in zip(points, made, strict=True)]
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fastapi import APIRouter
@@ -16,11 +14,11 @@ from pydantic import BaseModel
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import Config
 from qwen_cache.text import plain
+from qwen_train.ui import search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
 from qwen_train.ui.workspace import STATE, Changes, Workspace, options_of, written_page
@@ -246,8 +244,6 @@ def _problem(error: ConfigError, key: str = "") -> Problem:
 
 MAX_LISTED = 100
 """Entries of each list of a plan that are sent."""
-MAX_DEPTH, MAX_FOLDERS = 3, 2000
-"""How far models and caches are looked for: a project is shallow, and a folder of images is not worth a look."""
 INSPECTED = "inspect"
 """The folder of the pages about caches, in the state folder."""
 
@@ -278,11 +274,11 @@ class BuildPage:
     def start_values(self) -> dict[str, Any]:
         """The values of qwen.yaml, and the models and caches in the opened folders."""
         values = self._workspace.settings().flat()
-        found = list(found_folders(self._workspace))
+        found = search.find(self._workspace)
         return {
             "values": {key: values[key] for key in (*OPTIONS, "cache.reuse")},
-            "models": [name for name, kind in found if kind == "model"],
-            "caches": [name for name, kind in found if kind == "cache"],
+            "models": [self._workspace.shown(each) for each in found.models],
+            "caches": [self._workspace.shown(each) for each in found.caches],
         }
 
     def command(self, form: Form) -> dict[str, Any]:
@@ -368,33 +364,3 @@ def shortened(plan: Any) -> dict[str, Any] | None:
     cut = {key: each[:MAX_LISTED] for key, each in lists.items()}
     below = {"validation": shortened(plan["validation"])} if "validation" in plan else {}
     return plan | cut | below | {"lengths": {key: len(each) for key, each in lists.items()}}
-
-
-def found_folders(workspace: Workspace) -> Iterator[tuple[str, str]]:
-    """Folders of models and caches in the opened folders, as they are typed, each with its kind."""
-    left = MAX_FOLDERS
-    waiting = [(folder, 0) for folder in (workspace.folder, *workspace.allowed)]
-    while waiting and left:
-        left -= 1
-        folder, depth = waiting.pop(0)
-        kind = _kind(folder)
-        if kind and folder != workspace.folder:
-            yield workspace.shown(folder), kind
-        elif depth < MAX_DEPTH:
-            waiting += [(each, depth + 1) for each in _folders(folder)]
-
-
-def _kind(folder: Path) -> str:
-    if (folder / "model_index.json").is_file():
-        return "model"
-    return "cache" if (folder / MANIFEST_NAME).is_file() else ""
-
-
-def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, without hidden ones and links; none where it cannot be read."""
-    try:
-        with os.scandir(folder) as entries:
-            inside = [each.path for each in entries if each.is_dir(follow_symlinks=False) and each.name[0] != "."]
-    except OSError:
-        return []
-    return sorted(map(Path, inside))

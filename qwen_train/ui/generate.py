@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from io import BytesIO
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +21,21 @@ from starlette.responses import Response
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.service.http import RefusedError, as_json
 from qwen_cache.sources.images import open_rgba
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.files import make_folder, write_durably
+from qwen_train.inference.images import CHECKPOINT, FINAL, LORA_WEIGHT
+from qwen_train.ui import search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Queue
 from qwen_train.ui.workspace import Changes, Workspace, decoded, options_of
 
 KIND = "generate"
-LORA_NAME = "pytorch_lora_weights.safetensors"
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 VALUE = re.compile(r"-([a-z_]+)=([^=]+?)(?=-[a-z_]+=|$)")
 """An axis and its value in the name of an image, as `predict --grid` writes it."""
 STEM, GRID = "image", "image-grid.png"
-MOST_FILES = 2000  # images and LoRAs that are offered to choose from
-DEPTH = 4  # folders below the opened one in which they are looked for
 PREVIEW = 512  # pixels
 
 
@@ -80,9 +75,8 @@ def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
     @router.get("/api/generate/choices")
     def choices() -> dict[str, Any]:
         """The LoRAs and images of the opened folder, and the model of qwen.yaml."""
-        images = (workspace.shown(path) for path in files_of(workspace.folder, IMAGE_EXTENSIONS))
-        listed = sorted(islice(images, MOST_FILES))
-        return {"loras": loras_of(workspace), "images": listed, "model": workspace.settings().model.path}
+        images = sorted(workspace.shown(path) for path in search.images(workspace))
+        return {"loras": search.loras(workspace), "images": images, "model": workspace.settings().model.path}
 
     @router.post("/api/generate/command")
     def command(wish: Wish) -> dict[str, Any]:
@@ -152,7 +146,7 @@ def checked(grid: list[Axis]) -> list[Axis]:
         raise ConfigError("the columns and the rows are one setting", where="grid", do="choose another for one of them")
     for axis in grid:
         for value in (each.strip() for each in axis.values.split(",")):
-            if not _is_number(value) and (axis.name, value) != ("checkpoint", "final"):
+            if not _is_number(value) and (axis.name, value) != (CHECKPOINT, FINAL):
                 do = "write numbers with commas between them, such as 0,0.5,1"
                 raise ConfigError("a value of the grid is no number", where=f"grid, {axis.name}", found=value, do=do)
     return grid
@@ -172,7 +166,7 @@ def _lora(workspace: Workspace, wish: Wish) -> Iterator[str]:
     path = workspace.inside(wish.lora)
     if not path.exists():
         raise ConfigError("no such LoRA", where="lora", found=wish.lora, do="choose another")
-    varied = any(axis.name == "lora_weight" for axis in wish.grid)
+    varied = any(axis.name == LORA_WEIGHT for axis in wish.grid)
     yield "--lora"
     yield workspace.shown(path) + ("" if varied or wish.strength == 1 else f":{wish.strength:g}")
 
@@ -190,36 +184,6 @@ def title_of(wish: Wish) -> str:
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
-
-
-def files_of(folder: Path, endings: Sequence[str], depth: int = DEPTH) -> Iterator[Path]:
-    """Files with these endings in a folder and below it, without hidden folders, caches and links to folders."""
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        return
-    if any(entry.name == MANIFEST_NAME for entry in entries):
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir() and not entry.is_symlink():
-            if depth > 1 and not CHECKPOINT.fullmatch(entry.name):
-                yield from files_of(entry, endings, depth - 1)
-        elif entry.suffix.lower() in endings:
-            yield entry
-
-
-def loras_of(workspace: Workspace) -> list[dict[str, Any]]:
-    """LoRAs in the opened folder: those of runs with the steps of their checkpoints, and single files."""
-    found = list[dict[str, Any]]()
-    for path in islice(files_of(workspace.folder, [".safetensors"]), MOST_FILES):
-        if path.name == LORA_NAME:
-            steps = [int(match[1]) for each in path.parent.iterdir() if (match := CHECKPOINT.fullmatch(each.name))]
-            found.append({"path": workspace.shown(path.parent), "checkpoints": [*sorted(steps), "final"]})
-        elif path.parent == workspace.folder or path.parent.name in ("loras", "lora"):
-            found.append({"path": workspace.shown(path), "checkpoints": []})
-    return found
 
 
 def preview_of(path: Path) -> bytes:

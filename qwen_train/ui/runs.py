@@ -24,12 +24,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import CONFIG_NAME, read_yaml
 from qwen_cache.storage.files import WINDOWS, is_link, open_file
 from qwen_cache.text import parse_json
+from qwen_train.run import LOCK, METRICS_NAME, SCALES, STEP, TIMES, VALIDATION
+from qwen_train.training.report import LARGEST, UNREADABLE, smoothed, smoothing
+from qwen_train.ui.search import steps_of_checkpoints
 from qwen_train.ui.workspace import Workspace
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -39,13 +41,9 @@ from qwen_train.ui.workspace import Workspace
 # for the next look. NaN and infinities are gaps. A file that was replaced, as by a run that is resumed, is read again.
 # Shown are points of the file alone: of many, the first, last, lowest and highest of each stretch.
 
-NAME = "metrics.jsonl"
 LOSS = "loss"
-TIMES = ("time", "elapsed_seconds")
-"""The entries of a line that are not metrics."""
 BLOCK = 1 << 20  # bytes in one read
 LONGEST = 1 << 16  # bytes of a line; a run writes 300
-LARGEST = 1e100  # far above any float32, and small enough that sums and differences do not overflow
 MOST_NAMES = 64  # metrics of a run; one with every option has 14
 MOST_BYTES = 1 << 30  # of a file; at 300 bytes a step, 3 million steps
 POINTS = 2000  # of a curve as shown: four in each of 500 stretches, more than a screen has columns
@@ -150,26 +148,6 @@ def _is_measured(value: Any) -> bool:
 # ---- what is shown ---------------------------------------------------------------------------------------------------
 
 
-def usual_smoothing(count: int) -> float:
-    """The weight of `smoothed` for this many values, as in report.html: an average over 5 % of them, or over 20."""
-    return 1 - 1 / max(20, 0.05 * count)
-
-
-def smoothed(values: Values, weight: float) -> Values:
-    """The exponential moving average without its bias towards 0 at the beginning, as in TensorBoard.
-
-    A value that is not finite stays as it is, and the average continues after it.
-    """
-    average, power, made = 0.0, 1.0, array("d")
-    for value in values.tolist():
-        if not math.isfinite(value):
-            made.append(value)
-            continue
-        average, power = weight * average + (1 - weight) * value, power * weight
-        made.append(average / (1 - power))
-    return np.array(made, dtype=np.float64)
-
-
 def shown(steps: Steps, values: Values, points: int = POINTS) -> NDArray[np.int64]:
     """Which of the points are shown: at most about `points`, all of them if there are fewer.
 
@@ -196,7 +174,7 @@ def _outline(values: Values, begin: int) -> list[int]:
     return [begin + i for i in sorted(kept)]
 
 
-def curves(file: MetricsFile, smoothing: float | None = None, points: int = POINTS) -> dict[str, Any]:
+def curves(file: MetricsFile, weight: float | None = None, points: int = POINTS) -> dict[str, Any]:
     """The curves as a JSON value: of each metric its steps and values, and the smoothed loss.
 
     A value that is not finite is None.
@@ -205,9 +183,9 @@ def curves(file: MetricsFile, smoothing: float | None = None, points: int = POIN
     made = {name: _curve(steps, values, points) for name, (steps, values) in series.items()}
     if LOSS in series:
         steps, values = series[LOSS]
-        smoothing = usual_smoothing(len(values)) if smoothing is None else smoothing
-        made[f"{LOSS}_smoothed"] = _curve(steps, smoothed(values, smoothing), points)
-    return {**facts, "smoothing": smoothing, "series": made}
+        weight = smoothing(len(values)) if weight is None else weight
+        made[f"{LOSS}_smoothed"] = _curve(steps, np.array(smoothed(values.tolist(), weight)), points)
+    return {**facts, "smoothing": weight, "series": made}
 
 
 def _curve(steps: Steps, values: Values, points: int) -> dict[str, Any]:
@@ -230,18 +208,13 @@ def _curve(steps: Steps, values: Values, points: int) -> dict[str, Any]:
 # Only files with these names are listed and answered, never through a link. Of the latents only the header is read, for
 # name and prompt. A PNG that is damaged or too large is refused.
 
-VALIDATION = "validation"
-STEP = re.compile(r"step-(\d{1,15})")
 PNG = re.compile(r"([0-9a-f]{32})(?:-([1-9]\d{0,3}))?\.png")
-PATH = re.compile(rf"({STEP.pattern}|target|controls)/{PNG.pattern}")
+PATH = re.compile(rf"(step-\d{{1,15}}|target|controls)/{PNG.pattern}")
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-SCALES = "true_cfg_scale"
 SIZES = (160, 320, 640, 1280)
 """Longest sides of small copies, in pixels."""
 LONGEST_HEADER = 1 << 20  # bytes; names and prompts have hundreds
 LARGEST_FILE = 1 << 28  # bytes of a PNG
-UNREADABLE = (OSError, ValueError, SyntaxError, AssertionError, MemoryError, Image.DecompressionBombError)
-"""Raised by Pillow for a PNG that is damaged or too large."""
 
 
 def listed(run: Path) -> dict[str, Any]:
@@ -390,77 +363,14 @@ def versions(run: Path) -> Iterator[str]:
 # Looked for is a few folders deep, not through links, and not inside a cache or a run. A run is a folder with its
 # settings and metrics; whether it is running, its lock says.
 
-DEPTH = 4  # levels of folders: runs/2026/cats/out
-MOST_FOLDERS = 4000
 KEPT_SETTINGS = 512  # runs; 10 kB each
-LOCK = ".lock"
-REPORT = "report.html"
-MODEL_INDEX = "model_index.json"
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl: the newest 200 lines
 HOLDER = re.compile(r"process (\d+) on (.*)")
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-
-
-@dataclass(frozen=True)
-class Places:
-    """What was found."""
-
-    caches: tuple[Path, ...]
-    models: tuple[Path, ...]
-    runs: tuple[Path, ...]
-    is_complete: bool
-    """Whether all folders were looked at."""
-
-
-def find(workspace: Workspace) -> Places:
-    """The caches, models and runs in the opened folders, by their names."""
-    found: dict[str, dict[Path, None]] = {"cache": {}, "model": {}, "run": {}, "": {}}
-    looked = 0
-    for folder, kind in _folders(workspace):
-        looked += 1
-        found[kind][folder] = None
-    return Places(tuple(found["cache"]), tuple(found["model"]), tuple(found["run"]), looked < MOST_FOLDERS)
-
-
-def images(workspace: Workspace, suffixes: tuple[str, ...], most: int) -> list[Path]:
-    """Files with these suffixes in the opened folders, not in a run, model or cache; at most `most`."""
-    found: list[Path] = []
-    for folder, kind in _folders(workspace):
-        if len(found) >= most:
-            break
-        if not kind:
-            with suppress(OSError), os.scandir(folder) as entries:
-                names = sorted(it.name for it in entries if it.is_file(follow_symlinks=False))
-            found += [folder / name for name in names if name.lower().endswith(suffixes)]
-    return found[:most]
-
-
-def _folders(workspace: Workspace) -> Iterator[tuple[Path, str]]:
-    """Folders and what they are: nothing inside a cache, model or run, nothing hidden, no links."""
-    waiting, seen = [(each, DEPTH) for each in (workspace.folder, *workspace.allowed)], 0
-    while waiting and seen < MOST_FOLDERS:
-        (folder, depth), seen = waiting.pop(0), seen + 1
-        kind = kind_of(folder)
-        yield folder, kind
-        if not depth or kind:
-            continue
-        with suppress(OSError), os.scandir(folder) as entries:
-            inner = sorted(it.name for it in entries if it.is_dir(follow_symlinks=False) and it.name[0] != ".")
-            waiting += [(folder / name, depth - 1) for name in inner]
-
-
-def kind_of(folder: Path) -> str:
-    """What a folder holds: a `run`, `cache` or `model`, or none of these."""
-    if is_run(folder):
-        return "run"
-    if (folder / MANIFEST_NAME).is_file():
-        return "cache"
-    return "model" if (folder / MODEL_INDEX).is_file() else ""
 
 
 def is_run(folder: Path) -> bool:
     """Whether a run has written to the folder: its files, not links to files elsewhere."""
-    return all((folder / name).is_file() and not is_link(folder / name) for name in (NAME, CONFIG_NAME))
+    return all((folder / name).is_file() and not is_link(folder / name) for name in (METRICS_NAME, CONFIG_NAME))
 
 
 def run_at(workspace: Workspace, name: str) -> Path:
@@ -495,7 +405,7 @@ def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
         "step": last.get("step", 0),
         "max_steps": maximum if type(maximum) is int else None,
         "loss": _finite(last.get("loss")),
-        "time": _finite(last.get("time")) or (folder / NAME).stat().st_mtime,
+        "time": _finite(last.get("time")) or (folder / METRICS_NAME).stat().st_mtime,
         "seconds": _finite(last.get("elapsed_seconds")),
         "checkpoint": max(checkpoints, default=None),
         "model": values.get("model.path"),
@@ -504,19 +414,12 @@ def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
 
 def newest(folder: Path) -> dict[str, float]:
     """The values of the last whole line of the metrics; {} without one."""
-    with suppress(OSError), open(open_file(folder / NAME, follow_links=False), "rb") as file:
+    with suppress(OSError), open(open_file(folder / METRICS_NAME, follow_links=False), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
         for line in reversed(file.read().split(b"\n")[:-1]):
             if (values := parsed(line)) is not None:
                 return values
     return {}
-
-
-def steps_of_checkpoints(folder: Path) -> list[int]:
-    """The steps from which the run can be resumed."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        return sorted(int(match[1]) for it in entries if (match := CHECKPOINT.fullmatch(it.name)) and it.is_dir())
-    return []
 
 
 def is_running(folder: Path) -> bool:

@@ -19,7 +19,9 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, parse_yaml
 from qwen_cache.settings.sections import NO_CACHE
-from qwen_train.ui import runs
+from qwen_train.run import METRICS_NAME
+from qwen_train.training.report import REPORT_NAME
+from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
 from qwen_train.ui.runs import run_at
@@ -263,8 +265,6 @@ MOST_COMPARED = 12
 HEAVIEST = 0.99999
 """The largest weight of the smoothed loss; 1 would never leave its first value."""
 FITTING = re.compile(r"(?P<changes>\S+=\S+(?: \S+=\S+)*)(?: \((?P<size>[^)]+)\))?")
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".heic", ".jxl")
-MOST_IMAGES = 2000
 
 
 class Decoding(BaseModel):
@@ -284,7 +284,7 @@ class MetricsFiles:
     def of(self, run: Path) -> runs.MetricsFile:
         """The metrics of this run, read up to now."""
         with self._lock:
-            file = self._files.pop(run, None) or runs.MetricsFile(run / runs.NAME)
+            file = self._files.pop(run, None) or runs.MetricsFile(run / METRICS_NAME)
             self._files[run] = file
             while len(self._files) > KEPT_RUNS:
                 self._files.popitem(last=False)
@@ -308,7 +308,7 @@ def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
     @router.get("/api/train/places")
     def places() -> dict[str, Any]:
         """The caches that were found, and a free folder for a new run."""
-        found, wanted = runs.find(workspace), workspace.settings().train.output_dir
+        found, wanted = search.find(workspace), workspace.settings().train.output_dir
         return {
             "caches": [workspace.shown(each) for each in found.caches],
             "models": [workspace.shown(each) for each in found.models],
@@ -319,7 +319,7 @@ def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
     @router.get("/api/train/controls")
     def controls() -> dict[str, Any]:
         """Images in the opened folder that a validation prompt can take as its controls."""
-        found = runs.images(workspace, IMAGE_SUFFIXES, MOST_IMAGES)
+        found = search.images(workspace)
         return {"images": [workspace.shown(each) for each in found]}
 
     @router.post("/api/train/command")
@@ -425,17 +425,17 @@ def _add_runs(router: APIRouter, workspace: Workspace) -> None:
 
     def about(run: Path) -> dict[str, Any]:
         shown = runs.about(workspace, run)
-        return shown | {"report": f"{REPORTS}{quote(shown['folder'])}" if (run / runs.REPORT).is_file() else ""}
+        return shown | {"report": f"{REPORTS}{quote(shown['folder'])}" if (run / REPORT_NAME).is_file() else ""}
 
     @router.get(f"{REPORTS}{{name:path}}")
     def report(name: str) -> Response:
         """The page that a run has written."""
-        return written_page(runs.run_at(workspace, name), runs.REPORT, is_alone=True)
+        return written_page(runs.run_at(workspace, name), REPORT_NAME, is_alone=True)
 
     @router.get("/api/train/runs")
     def all_runs() -> dict[str, Any]:
         """All runs that were found, the newest first."""
-        found = runs.find(workspace)
+        found = search.find(workspace)
         shown = [about(each) for each in found.runs]
         return {"runs": sorted(shown, key=lambda run: -run["time"]), "complete": found.is_complete}
 

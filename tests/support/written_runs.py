@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from qwen_train.ui import runs
+from qwen_train.run import METRICS_NAME
 
 KEY = "0123456789abcdef" * 2
 """Of the sample whose images are written."""
@@ -18,8 +18,8 @@ def write_lines(run: Path, *lines: Any, end: str = "\n") -> Path:
     """metrics.jsonl with these lines: text as it is, all else as JSON."""
     text = [line if isinstance(line, str) else json.dumps(line) for line in lines]
     run.mkdir(parents=True, exist_ok=True)
-    (run / runs.NAME).write_text("\n".join(text) + end, encoding="utf-8")
-    return run / runs.NAME
+    (run / METRICS_NAME).write_text("\n".join(text) + end, encoding="utf-8")
+    return run / METRICS_NAME
 
 
 def write_run(run: Path, settings: str = "train:\n  max_steps: 9\n", steps: int = 3) -> Path:
