@@ -37,7 +37,6 @@ _SUPPORTED = {
 
 Density = Literal["uniform", "logit_normal", "mode"]
 Weighting = Literal["none", "sigma_sqrt", "cosmap", "min_snr", "debiased"]
-LossType = Literal["mse", "l1", "huber"]
 
 
 @dataclass(frozen=True)

@@ -229,7 +229,7 @@ def histogram(counts: Mapping[Any, int], unit: float = 1) -> list[Bin]:
 
 
 # ---- summary ---------------------------------------------------------------------------------------------------------
-# The contents of a cache: counted, flagged, and as one JSON value (`summarise`); and its parts as lines of text.
+# The contents of a cache: counted, flagged, and as one JSON value (`survey`); and its parts as lines of text.
 #
 # Shards are opened only to read tensors, in a scan for odd ones. Importing this imports no torch.
 
@@ -288,21 +288,14 @@ class Survey:
         return {**self.overview, "recipes": {name: recipe.to_json() for name, recipe in self.recipes.items()}}
 
 
-def summarise(
+def survey(
     path: str | Path, *, scan: bool = False, compare: SourceComparison | None = None, copies: LocalCopies | None = None
-) -> dict[str, Any]:
-    """Everything that `inspect` reports, as one JSON value; of a remote cache, without `garbage_bytes`.
+) -> Survey:
+    """Everything that `inspect` reports; of a remote cache, without `garbage_bytes`.
 
     `scan` reads every tensor, for the flags that the index alone cannot give. `compare` compares the cache with a
     source. `copies` stores remote samples, by default in the user's cache folder.
     """
-    return survey(path, scan=scan, compare=compare, copies=copies).to_json()
-
-
-def survey(
-    path: str | Path, *, scan: bool = False, compare: SourceComparison | None = None, copies: LocalCopies | None = None
-) -> Survey:
-    """`summarise`, with the flagged samples by their positions, and the caches that it read."""
     folder = location(path)
     staged = sorted((folder / STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
     if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():

@@ -19,16 +19,13 @@ from pathlib import Path
 from threading import Thread
 from types import FrameType
 from typing import Any, TextIO
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -47,7 +44,17 @@ from qwen_cache.extras import __version__
 from qwen_cache.html.page import render
 from qwen_cache.models.devices import device_module, reports_memory
 from qwen_cache.service.engine import LATER, RETRY_AFTER, Engine, fault_of
-from qwen_cache.service.http import RefusedError, answer, as_json, is_loopback, limits, protocol
+from qwen_cache.service.http import (
+    RefusedError,
+    add_refusals,
+    answer,
+    as_json,
+    bearer,
+    check_host,
+    is_loopback,
+    limits,
+    protocol,
+)
 from qwen_cache.service.routes import describe, routes_of
 from qwen_cache.settings.sections import ServeConfig
 from qwen_cache.storage.files import read_file
@@ -122,25 +129,14 @@ class Access:
 
     def _check_sender(self, headers: Headers) -> None:
         if self.token is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_right = hmac.compare_digest(given.strip().encode(), self.token)
-            if scheme.lower() != "bearer" or not is_right:
+            if not hmac.compare_digest(bearer(headers), self.token):
                 do = "send the header `Authorization: Bearer TOKEN`"
                 raise RefusedError(401, "the token is missing or wrong", do, WWW_Authenticate="Bearer")
             return
-        host = headers.get("host", "")
-        if not is_loopback(_host_of(f"//{host}")):
-            raise RefusedError(403, f"this server is for this machine alone, not for {host!r}", "start it with a token")
+        check_host(headers, "server", "start it with a token")
         origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
+        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
             raise RefusedError(403, f"requests from pages of {origin!r} are refused", "use a program")
-
-
-def _host_of(url: str) -> str:
-    try:
-        return urlsplit(url).hostname or ""
-    except ValueError:
-        return ""
 
 
 class Body:
@@ -363,9 +359,7 @@ def _add_health(app: FastAPI, engine: Engine, metrics: Metrics) -> None:
 
 
 def _add_errors(app: FastAPI, log: Log) -> None:
-    @app.exception_handler(RefusedError)
-    async def refusal(_: Request, error: Any) -> Response:
-        return answer(error)
+    add_refusals(app, "see / for what this server answers", "see /openapi.json")
 
     @app.exception_handler(QwenCacheError)
     async def problem(_: Request, error: Any) -> Response:
@@ -376,18 +370,6 @@ def _add_errors(app: FastAPI, log: Log) -> None:
     async def system(_: Request, error: Any) -> Response:
         log("error", {"problem": f"{type(error).__name__}: {first_line(error)}"})
         return answer(out_of_resources(error))
-
-    @app.exception_handler(HTTPException)
-    async def http(_: Request, error: Any) -> Response:
-        if isinstance(error.__cause__, RefusedError):  # FastAPI puts its own error around what refused a JSON body
-            return answer(error.__cause__)
-        return answer(RefusedError(error.status_code, str(error.detail), "see / for what this server answers"))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: Any) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return answer(RefusedError(422, f"{where}: {first['msg']}", "see /openapi.json"))
 
     @app.exception_handler(ClientDisconnect)
     async def left(_: Request, error: Any) -> Response:

@@ -9,8 +9,14 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 
 import h11
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -62,6 +68,43 @@ class RefusedError(Exception):
         super().__init__(what)
         self.status, self.what, self.do, self.code = status, what, do, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+def bearer(headers: Headers) -> bytes:
+    """The token in the header `Authorization`; empty if there is none."""
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return given.strip().encode() if scheme.lower() == "bearer" else b""
+
+
+def check_host(headers: Headers, what: str, do: str) -> None:
+    """RefusedError for a request to another name than this machine's own: `what` is for this machine alone."""
+    host = headers.get("host", "")
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        name = ""
+    if not is_loopback(name):
+        raise RefusedError(403, f"this {what} is for this machine alone, not for {host!r}", do)
+
+
+def add_refusals(app: FastAPI, unknown: str, invalid: str) -> None:
+    """Answer refused requests in JSON; `unknown` and `invalid` say what to do about an address and about a value."""
+
+    @app.exception_handler(RefusedError)
+    async def refusal(_: Request, error: Any) -> Response:
+        return answer(error)
+
+    @app.exception_handler(HTTPException)
+    async def http(_: Request, error: Any) -> Response:
+        if isinstance(error.__cause__, RefusedError):  # FastAPI puts its own error around what refused a JSON body
+            return answer(error.__cause__)
+        return answer(RefusedError(error.status_code, str(error.detail), unknown))
+
+    @app.exception_handler(RequestValidationError)
+    async def value(_: Request, error: Any) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        return answer(RefusedError(422, f"{where}: {first['msg']}", invalid))
 
 
 def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

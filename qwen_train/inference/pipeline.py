@@ -615,10 +615,6 @@ class Placed:
         """The pipeline that generates from prompts alone."""
         return self
 
-    def free_encoder(self) -> None:
-        """Free the text encoder's memory until the next prompt."""
-        self.prompt_encoder.free()
-
     def prepare_latents(self, *args: Any, **named: Any) -> Any:
         """The stock method, with which a pipeline's work begins after all prompts: the encoder makes room for it."""
         self.prompt_encoder.leave()

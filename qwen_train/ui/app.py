@@ -15,20 +15,28 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from fastapi.exceptions import RequestValidationError
 from pydantic_core import PydanticSerializationError, to_json
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen_cache.errors import ConfigError, OutdatedError, QwenCacheError
 from qwen_cache.html.page import FOLDER, render
-from qwen_cache.service.http import RefusedError, address_of, answer, as_json, is_loopback, json_bytes, limits, protocol
+from qwen_cache.service.http import (
+    RefusedError,
+    add_refusals,
+    address_of,
+    answer,
+    as_json,
+    bearer,
+    check_host,
+    json_bytes,
+    limits,
+    protocol,
+)
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_train.ui.build import routes_of as build_routes
 from qwen_train.ui.data import routes_of as data_routes
@@ -112,7 +120,7 @@ class Access:
 
         try:
             headers = Headers(scope=scope)
-            _check_host(headers)
+            check_host(headers, "program", "use 127.0.0.1")
             path = self._admitted(scope, headers)
             _check_body(scope, headers)
         except RefusedError as error:
@@ -136,7 +144,7 @@ class Access:
         elif is_reading and (path in self.pages or path.startswith(STATIC)):
             if path == "/" and not scope["query_string"]:
                 return path  # links lead here, such as that in a terminal in a browser
-        elif not self._is_known(_bearer(headers), is_exchange=path == EXCHANGE):
+        elif not self._is_known(bearer(headers), is_exchange=path == EXCHANGE):
             raise STRANGER
         if not path.startswith(WRITTEN):  # a page in a sandbox asks for the files beside it like a foreign one
             _check_origin(headers)
@@ -161,23 +169,6 @@ class Access:
             self.token_once = b""
             return True
         return hmac.compare_digest(given, self.token)
-
-
-def _bearer(headers: Headers) -> bytes:
-    """The token in the header; empty if there is none."""
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return given.strip().encode() if scheme.lower() == "bearer" else b""
-
-
-def _check_host(headers: Headers) -> None:
-    """RefusedError for another name than this machine's own."""
-    host = headers.get("host", "")
-    try:
-        name = urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        name = ""
-    if not is_loopback(name):
-        raise RefusedError(403, f"this program is for this machine alone, not for {host!r}", "use 127.0.0.1")
 
 
 def _check_origin(headers: Headers) -> None:
@@ -277,25 +268,13 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, tok
 
 
 def _add_errors(app: FastAPI) -> None:
-    @app.exception_handler(RefusedError)
-    async def refusal(_: Any, error: Any) -> Response:
-        return answer(error)
+    add_refusals(app, "reload the page", "reload the page")
 
     @app.exception_handler(QwenCacheError)
     async def problem(_: Any, error: Any) -> Response:
         parts = {"error": error.what, "where": error.where, "expected": error.expected, "found": error.found}
         shown = {name: None if value is None else str(value) for name, value in parts.items()}
         return as_json(shown | {"do": error.do or ""}, 409 if isinstance(error, OutdatedError) else 422)
-
-    @app.exception_handler(HTTPException)
-    async def http(_: Any, error: Any) -> Response:
-        return answer(RefusedError(error.status_code, str(error.detail), "reload the page"))
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Any, error: Any) -> Response:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        return answer(RefusedError(422, f"{where}: {first['msg']}", "reload the page"))
 
     @app.exception_handler(OSError)
     async def system(_: Any, error: Any) -> Response:

@@ -260,12 +260,12 @@ def test_tensors_go_to_the_device_of_the_part_that_takes_them(tiny_model: TinyMo
 def test_the_encoder_comes_with_the_first_prompt_and_goes_when_it_is_freed(both: Callable[..., Both]) -> None:
     pipelines = both("edit", 1)
     with patch("qwen_train.inference.pipeline.TextEncoder", side_effect=TextEncoder) as loading:
-        pipelines.ours.free_encoder()
+        pipelines.ours.prompt_encoder.free()
         assert loading.call_count == 0
         for loaded in (1, 2):
             for _ in range(2):
                 assert_equal(*(result.images for result in pipelines.call(**PROMPT)))
                 assert loading.call_count == loaded
             encoder = weakref.ref(pipelines.ours.prompt_encoder._encoder.model)
-            pipelines.ours.free_encoder()
+            pipelines.ours.prompt_encoder.free()
             assert encoder() is None
