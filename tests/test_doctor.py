@@ -475,12 +475,20 @@ def test_banned_words_are_found_with_their_replacements() -> None:
 
 
 def test_contributing_names_real_files() -> None:
-    """Every path of this repository in backquotes, and every target of make."""
+    """Every path of this repository in backquotes, every name that a module is said to define, every target of make."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     paths = [name for name in quoted if re.fullmatch(r"[\w.-]+(?:/[\w.-]+)*(?:/|\.(?:py|md|json|toml|txt))", name)]
     assert len(paths) > 20
     assert [name for name in paths if not (ROOT / name).exists()] == []
+    named = re.findall(
+        r"`(\w+)`(?: and `(\w+)`)? (?:of|in)\s+`((?:qwen_cache|qwen_train|tests|tools)/[\w/]+\.py)`", text
+    )
+    assert len(named) > 8
+    for *names, path in named:
+        lines = (ROOT / path).read_text(encoding="utf-8")
+        for name in filter(None, names):
+            assert re.search(rf"^(?:class |def )?{name}\b", lines, flags=re.MULTILINE), (name, path)
     targets = set(re.findall(r"^make ([\w-]+)", text, flags=re.MULTILINE))
     assert targets >= {"setup", "demo", "test"}
     assert targets <= set(
