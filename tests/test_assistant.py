@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen_cache.settings.load import load_config
+from qwen_train import train as training
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, TRAINED, lora_weights, tuned_layers, without
 from qwen_train.lora.files import WeightedLora, find_assistant, origin_of
 from qwen_train.lora.reader import read_lora
 from qwen_train.memory import SampleSize, block_bytes, predict_memory
-from qwen_train.training import train as training
 from qwen_train.training.checkpoint import save_checkpoint, save_result
 from qwen_train.training.loss import predict_velocity
 

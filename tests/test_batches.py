@@ -45,8 +45,8 @@ from qwen_train.data.served import ServedSamples
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
 from qwen_train.model.modulation import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.train import batches_per_step
 from qwen_train.training.loss import compute_loss
-from qwen_train.training.train import batches_per_step
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")

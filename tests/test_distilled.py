@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import load_config
+from qwen_train import train as training
 from qwen_train.run import Launch
-from qwen_train.training import train as training
 from qwen_train.training.prepare import distilled_warning
 from qwen_train.training.start import starting
 

@@ -201,7 +201,7 @@ def test_only_the_first_process_speaks_and_both_stop(train: Trainer) -> None:
 
 STOPPED = """
 import os, signal
-from qwen_train.training import train as training
+from qwen_train import train as training
 compute = training.compute_loss
 
 def stopping(*arguments):

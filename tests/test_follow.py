@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
+from qwen_train import train as training
 from qwen_train.data import commits
-from qwen_train.training import train as training
 
 from .support.caches import build
 from .support.commands import refused
@@ -412,7 +412,7 @@ def test_of_several_caches_each_may_grow(growing: Growing, follow: Trainer, monk
 GROWS = """
 import os, shutil, sys
 from pathlib import Path
-from qwen_train.training import train as training
+from qwen_train import train as training
 where, commits = Path(sys.argv.pop(1)), [Path(each) for each in sys.argv.pop(1).split(os.pathsep)]
 if sys.argv.pop(1) == "apart" and os.environ["RANK"] == "1":
     sys.argv += ["--set", "train.output_dir=" + str(where.parent / "elsewhere")]

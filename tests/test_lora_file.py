@@ -25,10 +25,10 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.cache import Sample
 from qwen_cache.settings.load import load_config
+from qwen_train import train as training
 from qwen_train.lora.adapter import lora_weights, start_from, write_lora
 from qwen_train.lora.files import METADATA_KEY, origin_of
 from qwen_train.lora.reader import read_lora
-from qwen_train.training import train as training
 
 from .support.caches import build
 from .support.judge import TOLERANCE

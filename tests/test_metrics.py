@@ -20,9 +20,9 @@ from qwen_cache import open_cache
 from qwen_cache.errors import TrainError
 from qwen_cache.settings.sections import LoggingConfig
 from qwen_cache.terminal import clock, progress
+from qwen_train import train as training
 from qwen_train.run import METRICS_NAME, TIMES
 from qwen_train.training import start as preflight
-from qwen_train.training import train as training
 from qwen_train.training.metrics import MetricsLog, StepStats, read_metrics
 
 from .support.commands import refused

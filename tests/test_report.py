@@ -535,7 +535,7 @@ def test_the_command_makes_the_same_page_again_wherever_the_folder_is(train: Tra
 
 
 def test_every_checkpoint_renews_it(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from qwen_train.training import train as training
+    from qwen_train import train as training
 
     seen: list[int] = []
     renew = training.renew_report

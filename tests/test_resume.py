@@ -31,11 +31,11 @@ from qwen_cache.settings.load import load_config
 from qwen_cache.storage import files
 from qwen_cache.storage.files import LockHeldError, locked
 from qwen_cache.storage.remembered import write_checksums
+from qwen_train import train as training
 from qwen_train import weights
 from qwen_train.model.placement import assign
 from qwen_train.run import Launch, only_run
 from qwen_train.training import checkpoint, prepare, start
-from qwen_train.training import train as training
 
 from .support.commands import refused
 from .support.crash import Crash

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from qwen_cache.errors import TrainError
+from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
 from qwen_train.run import Signals
 from qwen_train.training import checkpoint, processes
-from qwen_train.training import train as training
 from qwen_train.training.loss import MAX_CONSECUTIVE, NonFiniteGuard
 
 from .support.commands import refused
@@ -202,7 +202,7 @@ def test_an_error_of_one_process_ends_all_and_is_told_once(
 
 ONE_IS_DISTURBED = """
 import itertools, math, os, signal
-from qwen_train.training import train as training
+from qwen_train import train as training
 compute, batches, second = training.compute_loss, itertools.count(), os.environ["RANK"] == "1"
 
 def disturbed(*arguments):

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from qwen_cache import open_cache
 from qwen_cache.settings.sections import CacheConfig, WeightedCache
+from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoiseDraw, NoisedSample
 from qwen_train.data.samples import open_mixture
 from qwen_train.lora.adapter import lora_weights
 from qwen_train.training import loss as loss_module
-from qwen_train.training import train as training
 from qwen_train.weights import trainable
 
 from .support.commands import run

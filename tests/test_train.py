@@ -39,11 +39,11 @@ from qwen_cache.format.manifest import IndexFile, Manifest, Recipe
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.terminal import human_bytes
+from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.memory import largest_batch, predict_memory
 from qwen_train.run import Launch, ToEncode
 from qwen_train.training import checkpoint
-from qwen_train.training import train as training
 from qwen_train.training.start import Start
 
 from .support import processes
@@ -692,7 +692,7 @@ import qwen_cache.cli.trainers
 print("importing", *sys.modules)
 from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.settings.load import load_config
-from qwen_train.training.train import train
+from qwen_train.train import train
 train(load_config(None, sys.argv[3:], cache__path=sys.argv[1], model__path=sys.argv[2]))
 print("training", *sys.modules)
 """

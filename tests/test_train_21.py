@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qwen_cache import open_cache
+from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches, NoisedSample, collate
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.training import checkpoint, validation
-from qwen_train.training import train as training
 from qwen_train.training.loss import compute_loss
 
 from .support.commands import Result, refused, run

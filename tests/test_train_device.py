@@ -9,10 +9,10 @@ import torch
 
 from qwen_cache.errors import DeviceError
 from qwen_cache.settings.load import load_config
+from qwen_train import train as training
 from qwen_train.memory import memory_for_training
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
-from qwen_train.training import train as training
 from qwen_train.weights import with_layout
 
 from .support.commands import refused

@@ -24,11 +24,11 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
+from qwen_train import train as training
 from qwen_train import weights
 from qwen_train.inference.pipeline import choose, load_pipeline
 from qwen_train.lora.export import Lora, merge
 from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Block
-from qwen_train.training import train as training
 
 from .support.commands import refused
 from .support.judge import TOLERANCE

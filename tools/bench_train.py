@@ -185,7 +185,7 @@ def train_on_file(model: Any, files: Path, i: int, device: torch.device, dtype: 
 
 def train_ours(folder: Path, options: argparse.Namespace, way: str) -> float:
     """Median seconds per sample."""
-    from qwen_train.training.train import train
+    from qwen_train.train import train
 
     out = folder / "out" / way.replace(" ", "-") / str(os.getpid())
     settings = [

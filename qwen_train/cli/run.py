@@ -51,8 +51,8 @@ def run_train(
 
 
 def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
+    from qwen_train.train import train_started
     from qwen_train.training.processes import EndedElsewhereError, connect, naming_lost_connections, together
-    from qwen_train.training.train import train_started
 
     try:
         with naming_lost_connections(launch):

@@ -152,7 +152,7 @@ def run_facts(batches: Batches, plan: Summary, parameters: list[torch.nn.Paramet
 # A run set up: the transformer loaded, the adapter added, the checkpoint to continue from loaded, all of it announced.
 #
 # Loads only the transformer: no VAE (unless the run decodes its images), no text encoder, no pipeline. An error of one
-# process ends all of them, and is printed once. `preflight` has made all checks that need no torch.
+# process ends all of them, and is printed once. `start.py` has made all checks that need no torch.
 
 
 @dataclass

@@ -220,7 +220,7 @@ def reporting(program: Program) -> Program:
     """The program, with a mark in the record after each checkpoint that it reports as saved."""
 
     def marked() -> None:
-        from qwen_train.training import train
+        from qwen_train import train
 
         save, shim = train.save, Shim()
 

@@ -42,7 +42,7 @@ from .waiting import HANG
 IMPORTED = (
     *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.serve", "qwen_cache.cli.spot_check"),
     *("qwen_cache.cli.verify", "qwen_cache.encode.vae", "qwen_cache.encode.lanes", "qwen_cache.service.app"),
-    *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.training.train"),
+    *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.train"),
     *("qwen_train.inference.generator", "qwen_train.inference.images", "qwen_train.inference.pipeline"),
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
     "diffusers.models.transformers.transformer_qwenimage",

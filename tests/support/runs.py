@@ -25,12 +25,12 @@ from torch.distributed import TCPStore
 
 from qwen_cache import open_cache
 from qwen_cache.settings.load import Config, load_config
+from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 from qwen_train.run import Launch
 from qwen_train.training import checkpoint, prepare
-from qwen_train.training import train as training
 from qwen_train.training.start import starting
 
 from .commands import Result, run

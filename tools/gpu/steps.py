@@ -181,7 +181,7 @@ def measure_blocks(
 
 
 def training_step(model: Any, batch: Batch, settings: Config, card: Card) -> Callable[[], None]:
-    """The step of `qwen_train.training.train`, without its checks and its log."""
+    """The step of `qwen_train.train`, without its checks and its log."""
     parameters = trainable(model)
     optimizer, _ = make_optimizer(settings, parameters)
     dtype = compute_dtype(settings.train)

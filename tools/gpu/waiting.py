@@ -17,7 +17,7 @@ from bench_read import Samples, write_cache
 
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.memory import SampleSize, block_bytes, predict_memory
-from qwen_train.training.train import train
+from qwen_train.train import train
 from qwen_train.weights import with_layout
 
 from . import models

@@ -1,8 +1,8 @@
-"""Training, top to bottom: `Steps` trains, `take_steps` is the loop around it; `prepare.py` sets up a run.
+"""Training, top to bottom: `Steps` trains, `take_steps` is the loop around it; `training/prepare.py` sets up a run.
 
 Loads only the transformer: no VAE, no text encoder, no pipeline. It reads the cache, and writes weights that the stock
-pipeline loads. A run that is stopped and resumed equals an uninterrupted one. `preflight` has made all checks that
-need no torch. An error of one process before the first step ends all of them, and is printed once.
+pipeline loads. A run that is stopped and resumed equals an uninterrupted one. `training/start.py` has made all checks
+that need no torch. An error of one process before the first step ends all of them, and is printed once.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def train(config: Config, *, resume: bool = False, to_encode: ToEncode | None = 
 
 
 def train_started(start: Start) -> Path:
-    """`train` for a run that has passed the checks of `preflight`."""
+    """`train` for a run that has passed the checks of `training/start.py`."""
     p = prepare(start)
     run, accelerator, settings = p.run, p.accelerator, p.config.train
     log = MetricsLog(p.out, accelerator, p.config, run.step)
