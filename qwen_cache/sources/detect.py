@@ -30,13 +30,13 @@ ignored, unless the name resembles that of a control or a mask:
     prompt   prompt, text, caption, instruction, edit_prompt, edit_instruction; or a list, one sample per item:
              prompts, captions, edited_prompt_list; else edit
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; with data.marked_phrases, `[[ ]]`
-             around them in any prompt does the same (`grounding/phrase.py`)
+             around them in any prompt does the same (`sources/captions.py`)
     left_out left_out: true, 1, yes or x leaves the row out
 
 Paths are relative to the table's folder; Parquet and Arrow may hold the images themselves. Tars (.tar, or a folder of
 them) are those of `webdataset`; `sources/webdataset.py` has the names of members. `data/{000..009}.tar` means ten.
 `data.columns` names columns, folders and parts of tars that are called otherwise. `hf://datasets/OWNER/NAME` is a
-dataset on the hub (`sources/hub.py`).
+dataset on the hub (`sources/places.py`).
 
 Rows left out are neither rows nor problems; their number is reported. In a folder of images, left_out.txt beside the
 folders names the targets to leave out (`sources/left_out.py`).
