@@ -44,8 +44,8 @@ from qwen_train.flow import NoiseSchedule, flow_loss, interpolate
 from qwen_train.lora.adapter import assistant_bytes
 from qwen_train.lora.files import check_adapter
 from qwen_train.model.joint_row import JointRow
+from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, check_settings, trained_class
 from qwen_train.model.mixed_sizes import prefix_mask
-from qwen_train.model.modulation import TabulatedTransformer2DModel, TimestepRows, check_settings, trained_class
 from qwen_train.model.placement import InputDtypeLayerNorm
 from qwen_train.model.placement import check_settings as check_offload
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResAttnProcessor, varlen_attention

@@ -28,7 +28,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.lora.files import WEIGHTS_NAME
-from qwen_train.model.modulation import (
+from qwen_train.model.loading import (
     TabulatedTransformer2DModel,
     check_settings,
     load_single_file,

@@ -43,7 +43,7 @@ from qwen_train.data.batches import AHEAD, Batch, Batches, collate
 from qwen_train.data.samples import Mixture, split
 from qwen_train.data.served import ServedSamples
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
-from qwen_train.model.modulation import timesteps_from
+from qwen_train.model.loading import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.train import batches_per_step
 from qwen_train.training.loss import compute_loss

@@ -28,7 +28,7 @@ from qwen_train.lora.export import attach, merge
 from qwen_train.lora.files import WeightedLora
 from qwen_train.lora.names import dotted
 from qwen_train.lora.reader import read_lora
-from qwen_train.model.modulation import stock_class
+from qwen_train.model.loading import stock_class
 
 from .support.commands import run
 from .support.judge import TOLERANCE

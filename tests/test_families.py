@@ -16,7 +16,7 @@ from qwen_cache.models.encoders import MODELS, PROCESSORS
 from qwen_cache.models.family import FAMILIES, PIPELINES, Family, family_of, family_of_recipe
 from qwen_cache.models.folder import open_model
 from qwen_train.inference.pipeline import PIPELINES as PLACED
-from qwen_train.model.modulation import TRAINED_CLASSES
+from qwen_train.model.loading import TRAINED_CLASSES
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

@@ -18,7 +18,7 @@ from qwen_cache.settings.sections import LoraConfig, PredictConfig
 from qwen_train.inference import cells, generator
 from qwen_train.inference.images import grid_cells, parse_axes
 from qwen_train.lora.adapter import add_lora, lora_weights, write_lora
-from qwen_train.model.modulation import stock_class
+from qwen_train.model.loading import stock_class
 
 from .support.commands import Result, refused, run
 from .support.grids import box_of

@@ -35,7 +35,7 @@ from qwen_cache.models.single_file import (
     StoredTensor,
     open_single_file,
 )
-from qwen_train.model.modulation import load_single_file, trained_class
+from qwen_train.model.loading import load_single_file, trained_class
 from qwen_train.model.placement import UnpackedLinear, replace_layers
 
 from .support.commands import refused, run

@@ -24,7 +24,7 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_o
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch, TokenPlaces, in_order
 from qwen_train.memory import Memory, SampleSize, predict_memory
-from qwen_train.model.modulation import trained_class
+from qwen_train.model.loading import trained_class
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer
 from qwen_train.weights import compute_dtype, prepare_for_training, trainable

@@ -41,7 +41,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
 from qwen_train.memory import SampleSize, Workload, config_path, frozen_bytes, quantization_of
-from qwen_train.model.modulation import trained_class
+from qwen_train.model.loading import trained_class
 
 
 @dataclass(frozen=True)

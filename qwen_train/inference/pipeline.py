@@ -44,7 +44,7 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.export import add_to_weights, attach, check_fit
 from qwen_train.lora.files import LORA, OFT, AdapterType, WeightedLora, check_base, origin_of, type_of_names
 from qwen_train.lora.reader import read_lora
-from qwen_train.model.modulation import TabulatedTransformer2DModel, check_model, stock_class, tabulate, trained_class
+from qwen_train.model.loading import TabulatedTransformer2DModel, check_model, stock_class, tabulate, trained_class
 from qwen_train.weights import load_file, quantization_options
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

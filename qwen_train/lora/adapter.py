@@ -37,7 +37,7 @@ from qwen_train.lora.files import (
 )
 from qwen_train.lora.names import DOWN, UP, alpha_of, by_module, rank_of
 from qwen_train.lora.reader import Lora, ranks_and_alphas, read_lora, settings_of
-from qwen_train.model.modulation import EMBEDDER, OFF, columns, trained_class
+from qwen_train.model.loading import EMBEDDER, OFF, columns, trained_class
 from qwen_train.model.placement import assign
 
 # ---- adapter ---------------------------------------------------------------------------------------------------------

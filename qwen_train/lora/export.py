@@ -60,7 +60,7 @@ from qwen_train.lora.names import (
     scaled_lokr,
 )
 from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
-from qwen_train.model.modulation import DTYPES, STOCK_CLASSES, load_single_file, stock_class
+from qwen_train.model.loading import DTYPES, STOCK_CLASSES, load_single_file, stock_class
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]
 

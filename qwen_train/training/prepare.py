@@ -26,7 +26,7 @@ from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start
 from qwen_train.lora.reader import read_lora
 from qwen_train.memory import PARTS, largest_batch, largest_image, memory_for_training, predict_memory
-from qwen_train.model.modulation import tabulate
+from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.training.follow import Follower

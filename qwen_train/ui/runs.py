@@ -1,4 +1,4 @@
-"""Runs, models and caches in the opened folders: metrics, images, files."""
+"""What runs have written: curves, images, settings, and which of them are running."""
 
 from __future__ import annotations
 

@@ -29,14 +29,8 @@ from qwen_train import weights
 from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
 from qwen_train.memory import SampleSize, predict_memory
-from qwen_train.model import modulation
-from qwen_train.model.modulation import (
-    TabulatedTransformer2DModel,
-    TimestepRows,
-    check_settings,
-    tabulate,
-    timesteps_from,
-)
+from qwen_train.model import loading
+from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, check_settings, tabulate, timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from tests.support.commands import refused
 from tests.support.judge import AS_FAR
@@ -242,7 +236,7 @@ def test_the_file_follows_from_the_weights(tmp_path: Path, monkeypatch: pytest.M
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 1
     assert made["one"] == made["many"]
     assert len(made["one"]) == 1
-    monkeypatch.setattr(modulation, "_make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(loading, "_make", lambda *_: pytest.fail("made again"))
     without_weights(tmp_path / "one")
 
 

@@ -1,4 +1,4 @@
-"""Loading a transformer: single files, frozen modulation, and the class that trains it."""
+"""Loading a transformer: from a single file, with tabulated modulation, as the class that trains it."""
 
 from __future__ import annotations
 
