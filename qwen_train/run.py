@@ -1,4 +1,4 @@
-"""A run: its launch, signals, folder, settings, and latents that are still to be decoded. Imports no torch."""
+"""A run's folder: the names of its files and checkpoints, its lock and settings; its launch. Imports no torch."""
 
 from __future__ import annotations
 

@@ -556,6 +556,32 @@ def test_other_pages_in_the_browser_reach_nothing(project: Path, own: TestClient
             assert program.get(JOBS, headers=PROGRAM).json() == {"paused": False, "jobs": []}
 
 
+DAMAGED = """() => {
+  const { getItem, setItem } = Storage.prototype;
+  Storage.prototype.getItem = function (key) { return this === localStorage ? VALUE : getItem.call(this, key); };
+  Storage.prototype.setItem = function (key, value) {
+    if (this === localStorage) throw new DOMException("full", "QuotaExceededError");
+    setItem.call(this, key, value);
+  };
+}"""
+
+
+@pytest.mark.slow  # a browser
+@pytest.mark.parametrize("value", ["{cut", "[1]", "null"])
+def test_a_page_opens_whatever_the_browser_kept(project: Path, value: str) -> None:
+    write_run(project)
+    with served(project) as ui, chromium() as browser:
+        page = new_page(browser)
+        errors = list[str]()
+        page.context.on("weberror", lambda error: errors.append(str(error.error)))
+        page.add_init_script(f"({DAMAGED.replace('VALUE', json.dumps(value))})()")
+        enter(page, ui)
+        for path in ("/build", "/train", "/generate"):
+            page.goto(f"{ui}{path}")
+            page.wait_for_selector("#settings input", state="attached")
+        assert errors == []
+
+
 @pytest.mark.slow  # a browser
 def test_windows_get_the_token_from_the_address_or_from_one_another(project: Path) -> None:
     write_run(project)

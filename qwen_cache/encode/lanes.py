@@ -1,4 +1,4 @@
-"""Encoders side by side: micro-batches on each device, and one result per sample."""
+"""Encoders side by side: micro-batches on each device, smaller ones where its memory is too small; results in order."""
 
 from __future__ import annotations
 

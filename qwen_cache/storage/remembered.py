@@ -1,4 +1,4 @@
-"""What is remembered between commands: digests of files, values by content, checksums of weights."""
+"""What is remembered between commands, in the user's cache folder: digests of files, checksums of weights."""
 
 from __future__ import annotations
 

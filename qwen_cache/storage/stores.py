@@ -1,4 +1,4 @@
-"""Writing to object storage: S3, Google Cloud Storage and Hugging Face, each with its conditions."""
+"""Writing to S3, Google Cloud Storage and the Hugging Face hub: whole files, and one conditional write for a commit."""
 
 from __future__ import annotations
 

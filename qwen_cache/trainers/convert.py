@@ -1,4 +1,4 @@
-"""From another tool's files to a cache, and back."""
+"""`import` and `export`: the tools by name, from their files to a cache, and back."""
 
 from __future__ import annotations
 

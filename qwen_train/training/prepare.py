@@ -1,4 +1,4 @@
-"""What a run needs in memory, and what it prints before it begins."""
+"""Setting up a run: transformer, data and optimizer on their devices, and what is printed before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before the first step: what is checked, what is resumed, and which optimizer is meant."""
+"""Before torch is loaded: all checks, also that the settings fit the checkpoint that is resumed."""
 
 from __future__ import annotations
 

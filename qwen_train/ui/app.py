@@ -1,4 +1,4 @@
-"""The server of the UI: who may ask, the pages, the application, its process."""
+"""The server of the UI: the check of its token, the pages, the application, its process."""
 
 from __future__ import annotations
 

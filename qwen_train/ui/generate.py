@@ -1,4 +1,4 @@
-"""The Generate page."""
+"""The Generate page: a wish as a command line, choices, uploads, results."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ import { act, announce, clearError, commandLine, element, get, keptAs, poll, pos
 import { isActive, JobCards, setText } from "./build_jobs.js";
 import { showPlan } from "./build_plan.js";
 import { deviceList, deviceSelect } from "./devices.js";
+import { keepAt, keptAt } from "./kept.js";
 import { SettingsForm } from "./settings_form.js";
 import { signed } from "./token.js";
 
@@ -42,7 +43,7 @@ function form() {
 function keep() {
   const { changes, ...now } = form();
   const values = Object.entries(now).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(base[name]));
-  localStorage.setItem(KEEP, JSON.stringify(Object.fromEntries(values)));
+  keepAt(KEEP, Object.fromEntries(values));
 }
 
 function fill(values) {
@@ -245,7 +246,7 @@ async function open() {
   at("device-list").append(deviceList());
   at("device-choices").append(devices.vae.node, devices.text.node);
   const given = new URLSearchParams(location.search).get("source");
-  fill({ ...base, ...JSON.parse(localStorage.getItem(KEEP) ?? "{}"), ...(given ? { source: given } : {}) });
+  fill({ ...base, ...keptAt(KEEP), ...(given ? { source: given } : {}) });
   at("looked").value = at("cache").value;
   await settings.load();
   showMode();

@@ -5,6 +5,7 @@ import { RowEditor } from "./data_editor.js";
 import { GroupView } from "./data_groups.js";
 import { RowList } from "./data_list.js";
 import { makeRow } from "./data_row.js";
+import { keptAt } from "./kept.js";
 import { keptChanges } from "./settings_form.js";
 
 const byId = (id) => document.getElementById(id);
@@ -268,7 +269,7 @@ byId("jump").addEventListener("change", (event) => act(null, async () => {
 byId("jump").addEventListener("input", (event) => event.target.setCustomValidity(""));
 byId("compare").addEventListener("click", () => compare(!comparing));
 byId("check").addEventListener("click", (event) => act(event.target, async () => {
-  const form = { ...JSON.parse(localStorage.getItem(keptAs("build")) ?? "{}"), changes: keptChanges("/build") }; // of the Build page
+  const form = { ...keptAt(keptAs("build")), changes: keptChanges("/build") }; // of the Build page
   await post("/api/data/check", { source: page.source, form });
   lookAgain();
 }));

@@ -2,6 +2,7 @@
 
 import { act, announce, ask, clearError, commandLine, element, get, keptAs, poll, post, showError, showImage, upload } from "./api.js";
 import { deviceSelect } from "./devices.js";
+import { keepAt, keptAt } from "./kept.js";
 import { SettingsForm } from "./settings_form.js";
 
 const at = (id) => document.getElementById(id);
@@ -66,7 +67,7 @@ let waiting, asked = 0;
 
 function changed() {
   show();
-  localStorage.setItem(WISH, JSON.stringify({ ...wish(), several: several(), axes: axes.map(({ select, values }) => [select.value, values.value]) }));
+  keepAt(WISH, { ...wish(), several: several(), axes: axes.map(({ select, values }) => [select.value, values.value]) });
   clearTimeout(waiting);
   waiting = setTimeout(showCommand, 250);
 }
@@ -140,7 +141,7 @@ async function open() {
   await settings.load();
   at("devices").append(devices.device.node, element("details", {}, element("summary", {}, "Other devices for some parts"),
     ...SHARED.slice(1).map((name) => devices[name].node)));
-  restore(JSON.parse(localStorage.getItem(WISH) ?? "{}"));
+  restore(keptAt(WISH));
   const from = new URLSearchParams(location.search);
   if (from.has("lora")) lora.value = from.get("lora");
   changed();

@@ -2,11 +2,12 @@
 // qwen.yaml is a change; changes are kept in this browser for the opened folder.
 
 import { element, get, keptAs } from "./api.js";
+import { keepAt, keptAt } from "./kept.js";
 
 const storageOf = (path) => keptAs(`settings ${path}`);
 
 // The changes that this browser keeps for the form of the page at `path`.
-export const keptChanges = (path) => JSON.parse(localStorage.getItem(storageOf(path)) ?? "{}");
+export const keptChanges = (path) => keptAt(storageOf(path));
 
 export class SettingsForm {
   // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary,
@@ -66,7 +67,7 @@ export class SettingsForm {
     const setting = this.settings.find((each) => each.key === key);
     if (JSON.stringify(value) === JSON.stringify(setting.value)) delete this.changes[key];
     else this.changes[key] = value;
-    localStorage.setItem(this.storage, JSON.stringify(this.changes));
+    keepAt(this.storage, this.changes);
     this.onchange(key);
   }
 

@@ -1,6 +1,7 @@
 // The curves of the chosen runs: of one its raw and smoothed loss and its noise levels, of several one curve each.
 
 import { element, get, plural } from "./api.js";
+import { keepAt, keptAt } from "./kept.js";
 import { Chart } from "./train_chart.js";
 
 const KEEP = "qwen-cache curves";
@@ -17,7 +18,7 @@ const at = (id) => document.getElementById(id);
 
 export class Curves {
   constructor() {
-    this.kept = { smoothing: null, raw: true, log: {}, ...JSON.parse(localStorage.getItem(KEEP) ?? "{}") };
+    this.kept = { smoothing: null, raw: true, log: {}, ...keptAt(KEEP) };
     this.charts = new Map();
     this.answers = new Map();
     this.rests = new Map();
@@ -56,7 +57,7 @@ export class Curves {
 
   keep(values) {
     Object.assign(this.kept, values);
-    localStorage.setItem(KEEP, JSON.stringify(this.kept));
+    keepAt(KEEP, this.kept);
   }
 
   // `runs`: [{folder, style}]. Asks for what has changed, and draws it.

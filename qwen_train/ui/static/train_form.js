@@ -2,6 +2,7 @@
 
 import { act, announce, commandLine, element, get, keptAs, plural, post } from "./api.js";
 import { deviceSelect, onDevices } from "./devices.js";
+import { keepAt, keptAt } from "./kept.js";
 import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
 import { Prompts } from "./train_prompts.js";
@@ -24,7 +25,7 @@ const at = (id) => document.getElementById(id);
 export class TrainForm {
   constructor({ onstart }) {
     this.onstart = onstart;
-    this.kept = JSON.parse(localStorage.getItem(KEEP) ?? "{}");
+    this.kept = keptAt(KEEP);
     this.settings = new SettingsForm(at("settings"), {
       sections: SECTIONS, common: COMMON, without: [...OWN, PROMPTS], onchange: () => this.changed(),
     });
@@ -46,7 +47,7 @@ export class TrainForm {
 
   keep(values) {
     Object.assign(this.kept, values);
-    localStorage.setItem(KEEP, JSON.stringify(this.kept));
+    keepAt(KEEP, this.kept);
   }
 
   openUnless(isActive) {
