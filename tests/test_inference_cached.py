@@ -25,7 +25,7 @@ from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.cache import Cache, Sample, find_sample
 from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import open_model
-from qwen_train.inference.generator import generate_cached, guidance_from_cache, initial_latents
+from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 
 from .support.judge import (
     SMALL_AREA,

@@ -26,7 +26,7 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.models.family import QWEN_IMAGE_21
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import TrainConfig, ValidationConfig
-from qwen_train.inference.generator import generate_cached, initial_latents
+from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.training.validation import ValidationImages, evaluating, generator_of, noise
 from qwen_train.weights import prepare_for_training

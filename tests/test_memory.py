@@ -22,7 +22,7 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transf
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train import memory
-from qwen_train.inference.generator import generate_cached
+from qwen_train.inference.cached import generate_cached
 from qwen_train.memory import Memory, SampleSize, predict_memory, tokens_of
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel

@@ -30,6 +30,7 @@ from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.training.follow import Follower
+from qwen_train.training.metrics import takes_images
 from qwen_train.training.optimizers import apply_settings, make_optimizer, optimizer_class, schedule_warning
 from qwen_train.training.processes import all_gather_object, connect, together
 from qwen_train.training.report import RUN_FACTS_NAME
@@ -41,7 +42,6 @@ from qwen_train.training.validation import (
     make_validation_images,
     noised_samples,
 )
-from qwen_train.training.watch import takes_images
 from qwen_train.weights import compute_dtype, load_transformer, prepare_for_training, trainable, with_layout
 
 # ---- run summary -----------------------------------------------------------------------------------------------------

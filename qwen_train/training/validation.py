@@ -28,7 +28,7 @@ from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.data.samples import Mixture, no_empty_prompt
-from qwen_train.inference.generator import generate_cached, initial_latents
+from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.run import LEVELS, LOSS, LOSSES, SCALES, VALIDATION
 
 # ---- validation ------------------------------------------------------------------------------------------------------
