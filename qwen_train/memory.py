@@ -31,9 +31,9 @@ from qwen_cache.models.devices import (
     flash_attention,
     piece_sizes,
 )
-from qwen_cache.models.encoders import from_config
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
+from qwen_cache.models.loading import from_config
 from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import LoraConfig, ModelConfig, TrainConfig

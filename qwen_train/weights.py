@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command
 from qwen_cache.models.devices import full_float32, is_accelerator, torchao_config
-from qwen_cache.models.encoders import explained
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
+from qwen_cache.models.loading import explained
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora

@@ -394,8 +394,8 @@ def test_a_file_of_a_model_that_is_no_file_is_refused(
     kind: str, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it would be hashed or loaded. Links to files are followed."""
-    from qwen_cache.models.encoders import load_whole
     from qwen_cache.models.folder import check_files, fingerprint, open_model, read_config
+    from qwen_cache.models.loading import load_whole
 
     monkeypatch.chdir(tmp_path)
     original = tiny_model("edit-plus")

@@ -54,8 +54,9 @@ from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.models.encoders import load_processor, load_whole
+from qwen_cache.models.encoders import load_processor
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.loading import load_whole
 from qwen_cache.settings.load import load_config
 from qwen_cache.sources.detect import Row
 from qwen_cache.sources.sizes import calculate_dimensions

@@ -33,7 +33,8 @@ from qwen_cache.models.devices import (
     piece_sizes,
     with_reserve,
 )
-from qwen_cache.models.encoders import MODELS, batch_windows, explained, from_config, model_config
+from qwen_cache.models.encoders import MODELS, batch_windows, model_config
+from qwen_cache.models.loading import explained, from_config
 from qwen_cache.sources.sizes import Size
 
 CHANNELS = {"RGB": 3, "RGBA": 4}

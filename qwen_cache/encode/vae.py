@@ -42,8 +42,8 @@ from torch.nn.functional import conv2d
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.models.devices import has_streams, join_on_device
-from qwen_cache.models.encoders import load_whole
 from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.sizes import Size
 
 # ---- single frame ----------------------------------------------------------------------------------------------------

@@ -24,9 +24,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from qwen_cache.errors import ModelError, SourceError
-from qwen_cache.models.encoders import known_type, load_text_encoder, load_whole, make_processor, text_encoder_type
+from qwen_cache.models.encoders import known_type, load_text_encoder, make_processor, text_encoder_type
 from qwen_cache.models.family import VISION_END, Template, pixel_token
 from qwen_cache.models.folder import read_config
+from qwen_cache.models.loading import load_whole
 from qwen_cache.sources.captions import Span, find, parse, token_positions
 
 # ---- processor -------------------------------------------------------------------------------------------------------

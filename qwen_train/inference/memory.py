@@ -34,9 +34,9 @@ from qwen_cache.encode.vae import latent_space
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
 from qwen_cache.models.devices import WHOLE, Placement, Quantization, bytes_of, peak_of, torch_dtype, with_reserve
-from qwen_cache.models.encoders import from_config
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import read_config
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order

@@ -32,9 +32,9 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeThatFits, vae_class
 from qwen_cache.errors import ConfigError, DeviceError, TrainError, first_line
 from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
-from qwen_cache.models.encoders import from_config, load_whole
 from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
+from qwen_cache.models.loading import from_config, load_whole
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions

@@ -20,8 +20,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
-from qwen_cache.models.encoders import from_config
 from qwen_cache.models.folder import read_config
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.sections import TAKES, LoraConfig, TrainConfig
 from qwen_cache.storage.files import write_durably
 from qwen_cache.storage.remembered import sealed

@@ -29,8 +29,8 @@ from safetensors.torch import save
 from torch import nn
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
-from qwen_cache.models.encoders import explained
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
+from qwen_cache.models.loading import explained
 from qwen_cache.settings.load import CONFIG_NAME, load_config
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import make_folder, whole_folder, write_durably

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.devices import to_device
-from qwen_cache.models.encoders import from_config
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, read_config, shards_of
+from qwen_cache.models.loading import from_config
 from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile, StoredTensor
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import allocate, cache_home, sync, whole_file

@@ -19,8 +19,8 @@ from torch import Tensor
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import LATENT_CHANNELS, ImgShapes, token_count
-from qwen_cache.models.encoders import from_config
 from qwen_cache.models.family import Family
+from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ValidationConfig
 from qwen_cache.storage.files import make_folder, write_durably
