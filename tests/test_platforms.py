@@ -1,7 +1,7 @@
 """What macOS and Windows lack or refuse, hidden or refused on Linux, since nothing else can be tried here.
 
 One process without `fcntl` and its like, without the signals and calls that only some systems have, imports the core
-and runs its commands; the rest asks `storage.durable` for what it promises when a system refuses.
+and runs its commands; the rest asks `storage.files` for what it promises when a system refuses.
 """
 
 from __future__ import annotations

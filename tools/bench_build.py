@@ -161,7 +161,7 @@ def loaded_from(modules: Modules, *, single_frame: bool = True) -> Iterator[None
         return copy.deepcopy(modules[kind]) if kind is AutoencoderKLQwenImage else modules[kind]
 
     with ExitStack() as stack:
-        for module in ("encode.vae", "models.text_encoder"):
+        for module in ("encode.vae", "models.encoders"):
             stack.enter_context(patch(f"qwen_cache.{module}.load_whole", load))
         if not single_frame:
             stack.enter_context(patch("qwen_cache.encode.vae.for_single_frames", lambda vae: vae))

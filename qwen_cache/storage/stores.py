@@ -145,7 +145,7 @@ TORN = ("BadDigest", "IncompleteBody", "InvalidPart", "RequestTimeout", "XAmzCon
 
 
 class S3Store:
-    """`storage.store.Store` for s3://."""
+    """`Store` for s3://."""
 
     def put(self, url: Url, data: bytes) -> None:
         _call(url, "writing", "put_object", len(data), Body=data)
@@ -333,7 +333,7 @@ OBJECTS = "b/{}/o"
 
 
 class GoogleStore:
-    """`storage.store.Store` for gs://."""
+    """`Store` for gs://."""
 
     def put(self, url: Url, data: bytes) -> None:
         _write(url, data, None)
@@ -442,7 +442,7 @@ MOVED = (409, 412)  # the hub's answers to a commit whose parent is no longer th
 
 
 class HubStore:
-    """`storage.store.Store` for hf://datasets/…; the repository must exist."""
+    """`Store` for hf://datasets/…; the repository must exist."""
 
     def put(self, url: Url, data: bytes) -> None:
         _commit(url, {url: data}, f"Add {url.name}")
