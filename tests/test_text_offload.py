@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from qwen_cache.encode.text import TextEncoder, TextRequest
-from qwen_cache.models import devices
 from qwen_cache.models.devices import ALIGNMENT, HostEmbedding, Kind, OffloadedBlocks, Placement
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
 
@@ -30,7 +29,7 @@ PROMPTS = ("make it blue", "remove the tower")
 @pytest.fixture
 def as_accelerator() -> Iterator[None]:
     """The CPU as a device that has a memory of its own."""
-    with patch.object(devices, "is_accelerator", lambda device: True):
+    with patch.object(Placement, "is_partial", lambda self, device: self.offload or self.quantization != "none"):
         yield
 
 
@@ -63,7 +62,7 @@ def test_embeddings_and_attention_are_the_same(
 ) -> None:
     """Two passes about images, so that the first layers are fetched twice."""
     model = open_model(str(tiny_model(variant)), ENCODER_PARTS)
-    with patch.object(devices, "is_accelerator", lambda device: False):
+    with patch.object(Placement, "is_partial", lambda self, device: False):
         plain = encoder(model, kind, offload=False)
     offloaded = encoder(model, kind, offload=True)
     for some in (requests(plain), requests(plain, 1)):

@@ -1,4 +1,27 @@
-"""The transformer of Qwen-Image-2.1 for batches of mixed sizes."""
+"""The stock transformer of Qwen-Image-2.1 on batches of mixed sizes, exactly, and on several noise draws at once.
+
+Every sample of a batch gets the outputs and gradients that it would get alone in the stock model, whatever the other
+samples and the padding contain. K noise draws of a target stand behind one prefix of text and condition images, which
+does not depend on the timestep: they give the outputs and gradients of K passes. With `img_mask` a call is a stock
+call, so that a model in training also generates. Refused: checkpoints whose prefix depends on the timestep
+(`causal_condition` false), a batch that contradicts its shapes or positions, positions beyond the RoPE table.
+
+>>> model = QwenImage21MultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer")
+...     num_layers=1, num_attention_heads=2, attention_head_dim=32, context_in_dim=48, axes_dims_rope=(4, 14, 14)
+... )
+>>> img_shapes = [[(1, 4, 6)], [(1, 2, 3), (1, 3, 4)]]  # a target, and a condition image with a target
+>>> image_positions = [[], [4]]  # that image is after 4 text rows
+>>> image, text = torch.randn(2, 48, 64), torch.randn(2, 7, 48)  # two draws: 2 * 24 and 6 + 2 * 12 tokens
+>>> text_mask = torch.arange(7) < torch.tensor([[7], [5]])
+>>> sigma = torch.tensor([[0.3, 0.9], [0.1, 0.4]])  # a timestep per draw
+>>> batch = (image, text, text_mask, sigma, img_shapes, image_positions)
+>>> velocity = model(*batch, return_dict=False)[0]
+>>> velocity.shape, velocity[1, :6].any().item(), velocity[1, 30:].any().item()
+(torch.Size([2, 48, 64]), False, False)
+>>> model.layout = "packed"
+>>> torch.allclose(model(*batch, return_dict=False)[0], velocity, atol=1e-5)
+True
+"""
 
 from __future__ import annotations
 
@@ -245,23 +268,6 @@ def rotated(x: Tensor, rotary: Tensor | None) -> Tensor:
 
 
 # ---- transformer -----------------------------------------------------------------------------------------------------
-# The stock transformer of Qwen-Image-2.1 on batches of mixed sizes, exactly, and on several noise draws at once.
-#
-# Every sample of a batch gets the outputs and gradients that it would get alone in the stock model, whatever the other
-# samples and the padding contain. K noise draws of a target stand behind one prefix of text and condition images, which
-# does not depend on the timestep: they give the outputs and gradients of K passes. With `img_mask` a call is a stock
-# call, so that a model in training also generates. Refused: checkpoints whose prefix depends on the timestep
-# (`causal_condition` false), a batch that contradicts its shapes or positions, positions beyond the RoPE table.
-#
-# >>> model = QwenImage21MultiResTransformer2DModel(  # or .from_pretrained(folder, subfolder="transformer") ...
-# num_layers=1, num_attention_heads=2, attention_head_dim=32, context_in_dim=48, axes_dims_rope=(4, 14, 14) ... ) >>>
-# img_shapes = [[(1, 4, 6)], [(1, 2, 3), (1, 3, 4)]]  # a target, and a condition image with a target >>>
-# image_positions = [[], [4]]  # that image is after 4 text rows >>> image, text = torch.randn(2, 48, 64),
-# torch.randn(2, 7, 48)  # two draws: 2 * 24 and 6 + 2 * 12 tokens >>> text_mask = torch.arange(7) < torch.tensor([[7],
-# [5]]) >>> sigma = torch.tensor([[0.3, 0.9], [0.1, 0.4]])  # a timestep per draw >>> batch = (image, text, text_mask,
-# sigma, img_shapes, image_positions) >>> velocity = model(*batch, return_dict=False)[0] >>> velocity.shape, velocity[1,
-# :6].any().item(), velocity[1, 30:].any().item() (torch.Size([2, 48, 64]), False, False) >>> model.layout = "packed"
-# >>> torch.allclose(model(*batch, return_dict=False)[0], velocity, atol=1e-5) True
 
 ROPE_POSITIONS = QWEN_IMAGE_21.rope_positions
 """The rows of the stock table for positions from 0; behind them are the negative ones, which it would read silently."""
