@@ -37,7 +37,7 @@ TURNS = 1 << 33  # the random stream that shuffles alternatives
 
 @dataclass(frozen=True)
 class Begin:
-    """Where in a run a plan begins: all 0, unless the run has trained by another plan before."""
+    """The point in a run at which a plan begins: all 0, unless the run has trained by another plan before."""
 
     epoch: int = 0
     samples: int = 0
@@ -59,7 +59,7 @@ class MixturePart:
     """The indices of the samples."""
     weight: float = 1.0
     begins: IntArray | None = None
-    """Where the alternatives of each image begin in `samples`, which repeats those that come more often. None: none are
+    """The first alternative of each image in `samples`, which repeats those that come more often. None: none are
     alternatives."""
 
     def __len__(self) -> int:
@@ -239,7 +239,7 @@ class BatchPlan:
         return [self.begin.position + epoch * len(self.epochs) + index for index in indices]
 
     def enters_an_epoch(self, consumed_samples: int, batches: int) -> bool:
-        """Whether the next `batches`, a step, have samples of a later epoch than the sample that was trained last."""
+        """True if the next `batches`, a step, have samples of a later epoch than the sample that was trained last."""
         end = consumed_samples
         for _ in range(batches):
             end += len(self.batch(end))
@@ -247,7 +247,7 @@ class BatchPlan:
         return last >= 0 and coming // self.in_epoch > last // self.in_epoch
 
     def next_begin(self, consumed_samples: int) -> Begin:
-        """Where another plan begins that takes over after `consumed_samples`: with the next epoch."""
+        """The point at which another plan takes over after `consumed_samples`: with the next epoch."""
         epochs, left = divmod(consumed_samples - self.begin.samples, self.in_epoch)
         batches = 0 if self.config.max_tokens else epochs * self._batches_in_epoch() - (-left // self.limit)
         epochs += bool(left)
@@ -350,7 +350,7 @@ class BatchPlan:
         return int(self.loss_tokens[[self.sample(position) for position in positions]].sum())
 
     def _cut(self, tokens: IntArray) -> IntArray:
-        """Where batches begin and end when each takes as many of the next samples as fit."""
+        """The bounds of batches that each take as many of the next samples as fit."""
         budget = self.config.max_tokens
         padded = budget is not None and _is_padded(self.config)
         ends = _padded_ends if padded else _packed_ends
@@ -428,17 +428,17 @@ def padded_tokens(tokens: IntArray, cuts: IntArray) -> IntArray:
 
 
 def _bucketed(config: BatchConfig) -> bool:
-    """Whether samples are batched by length: only where padding would be needed otherwise."""
+    """True if samples are batched by length: only where padding would be needed otherwise."""
     return _is_padded(config) and config.bucketing_window > 1 and _in_groups(config)
 
 
 def _is_padded(config: BatchConfig) -> bool:
-    """Whether rows are padded; "auto" is, until training chooses for its device."""
+    """True if rows are padded; "auto" is, until training chooses for its device."""
     return config.layout != "packed"
 
 
 def _in_groups(config: BatchConfig) -> bool:
-    """Whether a batch can have more than one sample."""
+    """True if a batch can have more than one sample."""
     return config.batch_size != 1 and (config.batch_size or config.max_tokens) is not None
 
 

@@ -63,7 +63,7 @@ class Notice:
     do: str
     count: int = 1
     is_fault: bool = False
-    """Whether a check fails because of it."""
+    """True if a check fails because of it."""
 
     def __str__(self) -> str:
         more = ", …" if self.count > len(self.names) else ""

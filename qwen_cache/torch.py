@@ -1,4 +1,13 @@
-"""Loaders for PyTorch: items, batches by the trainer's plan, a Hugging Face dataset."""
+"""A cache in any PyTorch training loop: a map-style dataset, batches of mixed sizes, a Hugging Face dataset.
+
+    from torch.utils.data import DataLoader
+    from qwen_cache.torch import CacheDataset, collate
+
+    loader = DataLoader(CacheDataset("shards"), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)
+
+Every tensor is checked by its hash when it is read. Batches of worker processes are written into shared memory, once,
+which is used again when nobody has the batch.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +34,6 @@ from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.settings.sections import BatchConfig
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
-# A cache in any PyTorch training loop: a map-style dataset, batches of mixed sizes, a Hugging Face dataset.
-#
-#     from torch.utils.data import DataLoader
-#     from qwen_cache.torch import CacheDataset, collate
-#
-#     loader = DataLoader(CacheDataset("shards"), batch_size=4, shuffle=True, num_workers=2, collate_fn=collate)
-#
-# Every tensor is checked by its hash when it is read. Batches of worker processes are written into shared memory, once,
-# which is used again when nobody has the batch (`qwen_cache.torch`).
 
 __all__ = ["CacheBatches", "CacheDataset", "collate"]
 
@@ -200,7 +200,7 @@ class CacheBatches(IterableDataset[Item]):
         return {**self.__dict__, "_plan": None}
 
     def _rank_batches(self) -> Iterator[RankBatch]:
-        """Those of this process, counted."""
+        """The batches of this process, counted."""
         end = None if self.epochs is None else self.epochs * self.plan.in_epoch
         batches = self.plan.rank_batches(self._consumed, self.rank, self.world_size, per_step=1)
         while end is None or self._consumed < end:
@@ -340,7 +340,7 @@ ALIGNMENT = 64  # bytes; of tensors in a block, and of the first byte, which is 
 GROWTH = 1.25  # so that batches of growing sizes do not make a new block each
 
 Place = tuple[int, torch.dtype, tuple[int, ...]]
-"""Of a tensor in a block: its offset, dtype and shape."""
+"""The place of a tensor in a block: its offset, dtype and shape."""
 
 
 @dataclass(eq=False)
@@ -364,7 +364,7 @@ class Filling:
             self.block.memory[0] = 0
 
     def place(self, value: object) -> Place | None:
-        """Where a tensor is in the block; None for anything that is not there, or not contiguous."""
+        """The place of a tensor in the block; None for anything that is not there, or not contiguous."""
         if not isinstance(value, torch.Tensor) or not value.numel() or not value.is_contiguous():
             return None
         begin = self.block.memory.data_ptr()

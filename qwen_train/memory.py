@@ -191,7 +191,7 @@ def predict_memory(
 
 
 def _names_blocks(lora: LoraConfig) -> bool:
-    """Whether the blocks may differ in their adapter."""
+    """True if the blocks may differ in their adapter."""
     targets = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     return not all(IN_EVERY_BLOCK.fullmatch(name) for name in (*targets, *lora.rank_pattern))
 
@@ -361,7 +361,7 @@ class VarlenOnMeta(QwenImage21MultiResAttnProcessor):
 
 
 def _varlen_kernel(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
-    """It saves what `flash_attention` does."""
+    """Saves the same tensors for backward as `flash_attention`."""
     output = flash_attention(*(x[None].transpose(1, 2) for x in (query, key, value)))
     return output.transpose(1, 2)[0]
 
@@ -538,7 +538,7 @@ class Workload:
     transformer: dict[str, Any]
     """Its config.json."""
     recipe: dict[str, Any]
-    """Of the cache."""
+    """The recipe of the cache."""
     batch: list[SampleSize]
     sample: SampleSize
     image: SampleSize | None = None
@@ -546,7 +546,7 @@ class Workload:
 
     @classmethod
     def of(cls, settings: Config, samples: Samples | None = None) -> Workload:
-        """Of `samples`, or of the cache in the settings; ModelError for a cache of another family."""
+        """The workload of `samples`, or of the cache in the settings; ModelError for a cache of another family."""
         settings = with_layout(settings, ACCELERATOR)
         transformer = transformer_config(settings.model)
         batches = Batches(samples or open_samples(settings), settings.train, NoiseSchedule())

@@ -54,7 +54,7 @@ class Signals:
             signal.signal(number, handler)
 
     def take_save(self) -> bool:
-        """Whether SIGUSR1 has arrived since the last call."""
+        """True if SIGUSR1 has arrived since the last call."""
         requested, self._save = self._save, False
         return requested
 
@@ -106,12 +106,12 @@ class Launch:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the files, and prints."""
+        """True if this process writes the files, and prints."""
         return self.rank == 0
 
     @property
     def decides_alone(self) -> bool:
-        """Whether this process can simply fail: the launcher then ends all others."""
+        """True if this process can simply fail: the launcher then ends all others."""
         return self.is_main and self.local_world_size == self.world_size
 
     def command(self, arguments: Sequence[str]) -> str:
@@ -243,7 +243,7 @@ class ToEncode:
 
     @property
     def arguments(self) -> list[str]:
-        """Those of `qwen-train run`."""
+        """The arguments of `qwen-train run` that mean this source."""
         return ["--encode-on-the-fly" if self.at is None else f"--encode-at={self.at}", self.source]
 
 
@@ -274,7 +274,7 @@ def run_settings(
 
 
 def named_in(path: Path, settings: Iterable[str]) -> list[str]:
-    """Those of the dotted names of settings that a settings file has. ConfigError if it is not YAML."""
+    """The dotted names of settings that a settings file has. ConfigError if it is not YAML."""
     return _among(settings, _names(read_yaml(path)))
 
 

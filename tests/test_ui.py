@@ -354,8 +354,9 @@ def test_a_wrong_setting_is_named(own: TestClient) -> None:
 
 
 def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
+    """The process is the one that was started, and has its options, those of every command included."""
     program = Path(sys.executable).parent / "qwen-cache"
-    arguments = [program, "ui", tmp_path, "--port", "0", "--no-browser", "--json"]
+    arguments = [program, "ui", tmp_path, "--port", "0", "--no-browser", "--json", "--quiet"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ui:
         assert ui.stdout is not None
@@ -371,6 +372,8 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         assert "this folder is already open in another `qwen-cache ui`" in second.stderr
         ui.send_signal(signal.SIGINT)
         assert ui.wait(HANG) == 0
+        assert ui.stderr is not None
+        assert "Ctrl-C ends the UI" not in ui.stderr.read()
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def _build_locked(jobs: Sequence[BuildJob], make: Callable[[BuildJob], Task], en
 
 
 def is_main(job: BuildJob) -> bool:
-    """Whether the job builds the cache itself, not its validation cache."""
+    """True if the job builds the cache itself, not its validation cache."""
     return job.folder == destination(job.config.cache.path)
 
 
@@ -686,7 +686,7 @@ def _preparing(config: Config, at: str | None) -> Iterator[tuple[Callable[[], Bu
 
 
 class Watch:
-    """What was seen and said until now."""
+    """The state of a watch: what was seen and said until now."""
 
     def __init__(self, prepare: Callable[[], BuildJob], encoders: Encoders) -> None:
         self._prepare, self._encoders = prepare, encoders

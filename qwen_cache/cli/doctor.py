@@ -139,7 +139,7 @@ def print_checks(checks: Iterable[Check], missing: int) -> None:
 
 
 def satisfied(need: Requirement) -> bool:
-    """Whether the package is installed and new enough; a version that is not a number is a local build, and passes."""
+    """True if the package is installed and new enough; a version that is not a number is a local build, and passes."""
     from packaging.version import InvalidVersion, Version
 
     version = installed(need.name)
@@ -238,7 +238,7 @@ def probe_nvidia() -> list[str]:
 
 
 def check_accelerators(torch: Torch, nvidia: Sequence[str], visible: str | None) -> Iterator[Check]:
-    """Whether torch loads, then each device, or why there is none; `visible` is CUDA_VISIBLE_DEVICES."""
+    """The check that torch loads, then each device, or why there is none; `visible` is CUDA_VISIBLE_DEVICES."""
     if torch.absent:
         found = "torch is not installed: caches can be read and checked, not built or trained on"
         yield Check("accelerator", "warning", found, install_command("all"))
@@ -298,7 +298,7 @@ def probe_memory() -> tuple[int | None, int | None]:
 
 
 def check_memory(total: int | None, free: int | None) -> Check:
-    """Whether the text encoder fits into host memory, where it waits for its device, or runs where there is none."""
+    """The check that the text encoder fits into host memory, where it waits for its device or runs without one."""
     facts = {"total": total, "free": free}
     if total is None:
         return Check("memory", "ok", "unknown", facts=facts)
@@ -373,7 +373,7 @@ def check_own_cache() -> Check:
 
 
 def judge_models(folder: Path, free: int | None, models: Sequence[str]) -> Check:
-    """Whether a model is downloaded, or there is space for one."""
+    """The check that a model is downloaded, or there is space for one."""
     found = f"{folder}, {_free_space(free)}; " + (f"has {', '.join(models)}" if models else "no Qwen-Image model yet")
     short = not models and free is not None and free < MODEL_BYTES
     do = f"a model is {human_bytes(MODEL_BYTES)}: set HF_HOME to a folder on a disk with space" if short else None
@@ -382,7 +382,7 @@ def judge_models(folder: Path, free: int | None, models: Sequence[str]) -> Check
 
 
 def judge_hub(*, offline: bool, token: bool, models: bool) -> Check:
-    """Whether a model can be downloaded."""
+    """The check that a model can be downloaded."""
     found = ("offline (HF_HUB_OFFLINE)" if offline else "downloads allowed") + (
         ", with a token" if token else ", no token"
     )

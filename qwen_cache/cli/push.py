@@ -96,7 +96,7 @@ FREE = "apache-2.0"
 HUB_LICENCE = re.compile(r"[a-z0-9][a-z0-9.-]*")
 NOT_STATED = "not stated: ask the owner of this repository before you use it"
 BOUNDS = ("1K", "10K", "100K", "1M", "10M", "100M", "1B")
-"""Of the hub's categories of sizes: a thousand, and each ten times the one before."""
+"""The bounds of the hub's categories of sizes: a thousand, and each ten times the one before."""
 SIZES_SHOWN = 6
 LONG = ("template", "picture_template")
 """Entries of a recipe that are long texts; cache.json has them."""
@@ -104,12 +104,12 @@ LONG = ("template", "picture_template")
 
 @dataclass(frozen=True)
 class Licences:
-    """What the user states."""
+    """The licences that the user states."""
 
     dataset: str | None = None
     """An identifier of the hub, such as cc-by-4.0."""
     source: str | None = None
-    """Of images and prompts, in any words."""
+    """The licence of images and prompts, in any words."""
 
     def __post_init__(self) -> None:
         if self.dataset and not HUB_LICENCE.fullmatch(self.dataset):
@@ -401,7 +401,7 @@ def check_shards(shared: SharedCache, names: Collection[str], on_bytes: Callable
 
 
 def _path(folder: Path, shard: Shard) -> Path:
-    """Where a shard is; ShardError if it is missing."""
+    """The place of a shard; ShardError if it is missing."""
     found = next((path for path in directory.shard_paths(folder, shard.name) if path.is_file()), None)
     if found is None:
         raise directory.missing_shard(folder, shard.name)

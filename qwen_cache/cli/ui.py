@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qwen_cache.extras import require
+from qwen_cache.terminal import console, is_verbose
 
 
 def run_ui(folder: Path, allowed: Sequence[Path], port: int, *, browser: bool, as_json: bool) -> int:
@@ -18,6 +19,7 @@ def run_ui(folder: Path, allowed: Sequence[Path], port: int, *, browser: bool, a
         require(module)
     options = [word for each in allowed for word in ("--allow", str(each))] + ["--port", str(port)]
     options += ["--no-browser"] * (not browser) + ["--json"] * as_json
+    options += ["--quiet"] * console().quiet + ["--verbose"] * is_verbose()
     command = [sys.executable, "-P", "-m", "qwen_train.ui", *options, "--", str(folder)]
     if os.name != "nt":
         os.execv(sys.executable, command)

@@ -28,9 +28,9 @@ CONTROLS = "control_latents"
 NO_CONTROLS = "the adapter returns no control_latents"
 NO_EMPTY_PROMPT = "the adapter returns no empty_prompt_embeds"
 WORDS = 700
-"""Of a long prompt: more than the 512 tokens at which trainers have cut the instruction off."""
+"""The words of a long prompt: more than the 512 tokens at which trainers have cut the instruction off."""
 FEW_WORDS = 100
-"""Of one for text to image, whose pipeline uses 512 tokens; a tiny tokenizer has four for a word."""
+"""The words of one for text to image, whose pipeline uses 512 tokens; a tiny tokenizer has four for a word."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Workplace:
 
 
 def differ(a: Mapping[str, Tensor], b: Mapping[str, Tensor], *names: str) -> bool:
-    """Whether any of these tensors differ by more than rounding."""
+    """True if any of these tensors differ by more than rounding."""
     return any(a[name].shape != b[name].shape or not _close(a[name], b[name]) for name in names)
 
 

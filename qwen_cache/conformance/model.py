@@ -57,12 +57,12 @@ class Sample:
     prompt_embeds: Tensor
     sigma: Tensor
     weights: Tensor
-    """Of the target's outputs in the loss."""
+    """The weights of the target's outputs in the loss."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one sample: the velocity of its target, and the gradients of the loss by its inputs."""
+    """One sample: the velocity of its target, and the gradients of the loss by its inputs."""
 
     velocity: Tensor
     latents: Tensor

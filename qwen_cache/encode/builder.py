@@ -82,7 +82,7 @@ class BuildJob:
     """Facts about rows that are used all the same."""
 
     def keeps(self, name: str) -> bool:
-        """Whether a cached sample of this name belongs to another slice."""
+        """True if a cached sample of this name belongs to another slice."""
         return self.sliced is not None and self.sliced.keeps(name)
 
     @property
@@ -162,7 +162,7 @@ class Encoders:
     load: Callable[[BuildJob], Encoding]
     in_flight: int = IN_FLIGHT
     takes_latents: bool = False
-    """Whether `submit` takes known latents, as `Lanes` does."""
+    """True if `submit` takes known latents, as `Lanes` does."""
     writers: Callable[[BuildJob], AbstractContextManager[Writers]] | None = None
     """How to start workers that encode in place of this process; `load` then only serves new masks."""
 

@@ -90,7 +90,7 @@ class Difference:
     rms: float
     """Over its rows, relative; of a mask absolute."""
     largest: float
-    """Of one row; of a mask of one token."""
+    """The largest of one row; of a mask of one token."""
     rms_bound: float
     largest_bound: float
     is_equal: bool
@@ -98,7 +98,7 @@ class Difference:
 
     @property
     def is_within(self) -> bool:
-        """Whether rounding explains it."""
+        """True if rounding explains it."""
         return self.rms <= self.rms_bound and self.largest <= self.largest_bound
 
 
@@ -296,7 +296,7 @@ def _by_name(cache: Cache, job: BuildJob, positions: Positions) -> Chosen:
 
 
 def _has_another(cache: Cache, name: str, planned: dict[str, PlannedSample]) -> bool:
-    """Whether another sample of this name is in the source, as in a merged cache."""
+    """True if another sample of this name is in the source, as in a merged cache."""
     positions = positions_in(cache, "name", [name])
     return any(cache.row(int(position)).meta.key in planned for position in positions)
 
@@ -461,7 +461,7 @@ def _check_recipe(job: BuildJob, existing: Existing) -> None:
 
 
 def _right_settings(job: BuildJob) -> str:
-    """Where the settings of the recipe are: the cache has a file of those of its last build."""
+    """The place of the recipe's settings: the cache has a file of those of its last build."""
     path = job.folder / CONFIG_NAME
     with suppress(ConfigError, OSError):
         if isinstance(path, Path) and (load_config(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:

@@ -188,7 +188,7 @@ class WorkerHandle:
     """When its first chunk was handed out."""
     written: Written = field(default_factory=Written)
     is_asked: bool = False
-    """Whether a request for `written` is on its way."""
+    """True if a request for `written` is on its way."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ ImageAt = tuple[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class KnownLatents:
-    """Where the latents of images are."""
+    """The places of the latents of images."""
 
     caches: Sequence[tuple[KeyedRows, SampleBytes]] = ()
     places: dict[ImageAt, tuple[int, int]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class KnownLatents:
 
     @classmethod
     def of(cls, job: BuildJob, existing: Existing, samples: Sequence[PlannedSample]) -> KnownLatents:
-        """Those of the images of `samples`, in the cache itself and in those of `cache.reuse`."""
+        """The latents of the images of `samples`, in the cache itself and in those of `cache.reuse`."""
         found = cls(list(_caches(job, existing)) if samples else [])
         wanted = {image for sample in samples for image in _images(sample)} if found.caches else set()
         for number, (rows, _) in enumerate(found.caches):
@@ -52,7 +52,7 @@ class KnownLatents:
         return found
 
     def covers(self, sample: PlannedSample) -> bool:
-        """Whether the latents of all images of a sample are known."""
+        """True if the latents of all images of a sample are known."""
         return bool(sample.images) and all(image in self.places for image in _images(sample))
 
     def find(self, digest: str, size: Size) -> Callable[[], torch.Tensor] | None:
@@ -91,7 +91,7 @@ class ImageRows:
         )
 
     def find(self, digest: str, size: Size) -> Callable[[], torch.Tensor] | None:
-        """As `KnownLatents.find`."""
+        """The latents, as from `KnownLatents.find`."""
         (shape,) = img_shapes([size])
         words = _with_sizes(hash_words(pa.chunked_array([[digest]], pa.string()), ""), np.array([shape]))
         (position,) = self._found.find_all(words)

@@ -88,7 +88,7 @@ class MemoryBudget:
         return max(1, sum(total <= self.limit for total in accumulate(costs)))
 
     def is_largest(self, cost: int) -> bool:
-        """Whether work of this cost is to be measured: any that is larger than all before."""
+        """True if work of this cost is to be measured: any that is larger than all before."""
         return self.is_measured and cost > self._largest
 
     @contextmanager

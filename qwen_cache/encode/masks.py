@@ -59,7 +59,7 @@ class MaskMaker:
         self.head = load_head(masks.head)[0].to(device) if masks.head else None
 
     def uses_images(self, sample: PlannedSample) -> bool:
-        """Whether the source's mask or the difference of images may give the mask."""
+        """True if the source's mask or the difference of images may give the mask."""
         can_differ = sample.row.target is not None and bool(sample.row.controls)
         return sample.row.mask is not None or (self.masks.differ and can_differ)
 

@@ -73,7 +73,7 @@ class DeviceMemory:
 
     encoders: Mapping[str, Component]
     has_reserve: bool
-    """Whether the device's own memory is counted: not on the CPU, where images never run in tiles."""
+    """True if the device's own memory is counted: not on the CPU, where images never run in tiles."""
 
     @property
     def weights(self) -> int:
@@ -137,9 +137,9 @@ class TextWork:
     images: tuple[Size, ...]
     """In pixels for the text encoder."""
     tokens: int
-    """Of the prompt, without those of the images; in one pass, of everything else."""
+    """Tokens of the prompt, without those of the images; in one pass, of everything else."""
     in_one_pass: bool = False
-    """As `predict` encodes it, and not first the images and then the prompts."""
+    """True for one pass, as `predict` encodes it, and not first the images and then the prompts."""
 
 
 @functools.cache

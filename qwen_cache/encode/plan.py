@@ -93,10 +93,10 @@ class SlicedSource:
     own: frozenset[str]
     """The rows of the slice."""
     is_complete: bool
-    """Whether every row is usable. If not, a sample whose row is missing may belong to an unusable one."""
+    """True if every row is usable. If not, a sample whose row is missing may belong to an unusable one."""
 
     def keeps(self, name: str) -> bool:
-        """Whether a sample of this name is left as it is: the row of another slice, or of nobody knows which."""
+        """True if a sample of this name is left as it is: the row of another slice, or of nobody knows which."""
         return name not in self.own and (name in self.positions or not self.is_complete)
 
     def in_order(self, samples: ListedSamples) -> ListedSamples:
@@ -125,9 +125,9 @@ class Facts:
     size: Size = (0, 0)
     """After EXIF rotation; zeros if not read yet."""
     decoded: bool = False
-    """Whether every pixel was decoded without an error."""
+    """True if every pixel was decoded without an error."""
     other_profile: bool = False
-    """Whether it has a colour profile other than sRGB, as far as it was decoded."""
+    """True if it has a colour profile other than sRGB, as far as it was decoded."""
 
     @staticmethod
     def from_bytes(data: bytes) -> Facts:
@@ -207,7 +207,7 @@ class PlannedImage:
 
     @property
     def has_other_profile(self) -> bool:
-        """Whether the image has a colour profile other than sRGB, as far as it was decoded, now or before."""
+        """True if the image has a colour profile other than sRGB, as far as it was decoded, now or before."""
         return self._facts is not None and self._facts.other_profile
 
     def keep(self) -> None:

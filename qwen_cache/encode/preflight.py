@@ -59,7 +59,7 @@ class DevicePlan:
     savings: tuple[tuple[str, int], ...] = ()
     """Settings under which it fits, and what it needs then; empty if it fits anyway."""
     ignores_offload: bool = False
-    """Whether `cache.text_offload` is set for a device that is the host."""
+    """True if `cache.text_offload` is set for a device that is the host."""
 
     @property
     def fits(self) -> bool | None:
@@ -109,7 +109,7 @@ def memory_lines(devices: Sequence[DevicePlan]) -> list[str]:
 
 
 def has_accelerator() -> bool:
-    """Whether this machine has one."""
+    """True if this machine has one."""
     from qwen_cache.models.devices import accelerator
 
     return accelerator() is not None

@@ -60,12 +60,12 @@ class EditMasks:
 
     @property
     def differ(self) -> bool:
-        """Whether target and control are compared."""
+        """True if target and control are compared."""
         return self.source in ("diff", "auto")
 
     @property
     def attend(self) -> bool:
-        """Whether the prompt's attention is needed."""
+        """True if the prompt's attention is needed."""
         return self.keep_attention or self.head is not None
 
     def check(self, model: ModelFolder, format_version: str) -> None:
@@ -119,7 +119,7 @@ class ReusableSamples:
     """The positions of the samples in `rows`, by `bare_key`."""
     masks: EditMasks
     attention_is_readable: bool
-    """Whether cached attention equals what this version would make."""
+    """True if cached attention equals what this version would make."""
 
     @classmethod
     def none(cls, masks: EditMasks) -> ReusableSamples:

@@ -56,7 +56,7 @@ class EncodedText:
     attention: Float[torch.Tensor, "C h w"] | None = None
     """Attention of the prompt's phrase on the first image, in float16; C is layers × heads."""
     image_positions: tuple[int, ...] = ()
-    """Where rows of image tokens are left out: for each image the number of rows before it."""
+    """The places of rows of image tokens that are left out: for each image the number of rows before it."""
 
 
 class TextRequest(NamedTuple):
@@ -123,7 +123,7 @@ class Frame:
 
     @classmethod
     def of(cls, model: ModelFolder, processor: Any, has_controls: bool) -> Frame:
-        """As the pipelines have it: text to image has its own template, and the tokenizer beside the processor."""
+        """The frame of the pipelines: text to image has its own template, and the tokenizer beside the processor."""
         template = model.facts.template_for(has_controls)
         of_processor = processor is not None and template is model.template
         tokenizer = processor.tokenizer if of_processor else load_tokenizer(model)

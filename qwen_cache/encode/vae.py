@@ -289,11 +289,11 @@ class LatentSpace:
     """What differs between the VAEs."""
 
     mode: str
-    """Of the images that it encodes and decodes, as Pillow names it."""
+    """The mode of the images that it encodes and decodes, as Pillow names it."""
     patch: int
     """A token is `patch`×`patch` latents."""
     denormalise: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """Of latents, mean and standard deviation. The same function in both, but not with the same rounding."""
+    """A function of latents, mean and standard deviation. The same function in both, but not with the same rounding."""
 
     def pixels(self, image: Image.Image, size: Size) -> Float[Tensor, "1 C 1 H W"]:
         """The VAE's input for an image in `mode`, resized to `size` (width, height) pixels."""
@@ -364,7 +364,7 @@ def supported_vae(name: object, where: object) -> type[Any]:
 
 
 def _mean_and_std(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each channel of `z`, in its dtype and on its device."""
+    """Mean and standard deviation of each channel of `z`, in its dtype and on its device."""
     mean, std = vae.config.latents_mean, vae.config.latents_std
     return torch.tensor(mean).view(1, -1, 1, 1, 1).to(z), torch.tensor(std).view(1, -1, 1, 1, 1).to(z)
 

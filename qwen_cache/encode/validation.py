@@ -41,7 +41,7 @@ from qwen_cache.storage.stores import destination
 
 
 def is_wanted(config: Config) -> bool:
-    """Whether the settings have rows for a validation cache, and this is not a later slice of a build."""
+    """True if the settings have rows for a validation cache, and this is not a later slice of a build."""
     has_rows = bool(config.validation.source or config.validation.prompts)
     return has_rows and (config.data.slice is None or SourceSlice.parse(config.data.slice).number == 1)
 
@@ -83,7 +83,7 @@ class ValidationRows:
 
     @classmethod
     def read(cls, config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> Self:
-        """Those of the settings; a row in which `check` finds a problem is not usable.
+        """The samples of the settings; a row in which `check` finds a problem is not usable.
 
         ConfigError if the cache cannot be written, SourceError if the source cannot be read.
         """

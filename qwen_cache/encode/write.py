@@ -170,7 +170,7 @@ class Writing:
                 self._count([key])
 
     def _is_copied(self, key: str) -> bool:
-        """Whether a missing sample needs no encoder."""
+        """True if a missing sample needs no encoder."""
         return self.staging.left_over(key) is not None or key in self.others
 
     def _copy(self, key: str) -> None:

@@ -305,7 +305,7 @@ class Difference:
 
 
 def difference_mask(target: Image.Image, control: Image.Image, cell: int = 16) -> Difference:
-    """Where `target` (H×W pixels) differs from `control`, the image before the edit.
+    """A mask of where `target` (H×W pixels) differs from `control`, the image before the edit.
 
     Images of any mode are compared in RGB, the control scaled to the target's size. `cell` is the side of a mask cell
     in pixels. Raises ValueError unless H and W are multiples of `cell`.
@@ -332,7 +332,7 @@ def difference_mask(target: Image.Image, control: Image.Image, cell: int = 16) -
 def _is_a_tone(
     after: torch.Tensor, before: torch.Tensor, area: float, strength: float, floor: float, cell: int
 ) -> bool:
-    """Whether a change of tone explains the residue of the stiff fit better than an edit.
+    """True if a change of tone explains the residue of the stiff fit better than an edit.
 
     The loose fit also explains a recoloured object, if nothing else in the image has its colour.
     """
@@ -537,7 +537,7 @@ class Disagreement:
         return str(self.sample.row.meta.edit_mask_from)
 
     def to_json(self) -> dict[str, Any]:
-        """As in `inspect --json`."""
+        """The JSON value of `inspect --json`."""
         sample = self.sample
         description = {"name": sample.name, "key": sample.key, "prompt": sample.prompt, "edit_mask_from": self.origin}
         return description | {"iou": self.iou, "area": self.area, "head_area": self.head_area}

@@ -472,7 +472,7 @@ class Sample:
         return self.row.meta.inputs.seed
 
     def __contains__(self, name: str) -> bool:
-        """Whether the sample has this tensor."""
+        """True if the sample has this tensor."""
         return name in self.row.meta.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -674,7 +674,7 @@ def _name_and_key(cache: Cache, position: int) -> str:
 
 
 def _positions(found: pa.ChunkedArray) -> list[int]:
-    """Where an array is true."""
+    """The positions at which an array is true."""
     positions: list[int] = np.flatnonzero(found.to_numpy()).tolist()
     return positions
 

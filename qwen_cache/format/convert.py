@@ -294,7 +294,7 @@ def _whole_shards(plan: Merge, compression: str | None) -> list[Path | Url]:
 
 
 def _is_stored_as(rows: KeyedRows, compression: str) -> npt.NDArray[np.bool_]:
-    """Whether each sample is stored with `compression`. One that zstd did not make smaller is compressed again."""
+    """`[N]`: true for samples stored with `compression`. One that zstd did not make smaller is compressed again."""
     is_compressed = np.zeros(len(rows), bool)
     for name in TENSORS[rows.format_version]:
         is_compressed |= pc.struct_field(rows.column(name), "codec").is_valid().to_numpy()

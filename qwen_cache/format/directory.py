@@ -189,7 +189,7 @@ def writing(folder: Path | Url) -> Iterator[None]:
 
 
 def is_same(source: Path | Url, target: Path | Url) -> bool:
-    """Whether both are one folder of this machine, however it is spelled and through whatever links, or one URL."""
+    """True if both are one folder of this machine, however it is spelled and through whatever links, or one URL."""
     if isinstance(source, Url) or isinstance(target, Url):
         return str(source).rstrip("/") == str(target).rstrip("/")
     return target.exists() and source.exists() and os.path.samefile(source, target)

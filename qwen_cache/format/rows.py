@@ -201,7 +201,7 @@ class KeyedRows(Mapping[str, IndexRow]):
 
     @cached_property
     def found(self) -> Keys:
-        """Where the keys are in the table."""
+        """The positions of the keys in the table."""
         return Keys(self.words, self.positions)
 
     @cached_property

@@ -124,7 +124,7 @@ def _around_tensors(meta: SampleMeta, format_version: int) -> tuple[bytes, bytes
 
 
 def is_as_written(entry: Entry, data: memoryview, format_version: int) -> bool:
-    """Whether a sample of this mapped shard has the bytes that `ShardWriter` gives it, apart from its tensors."""
+    """True if a sample of this mapped shard has the bytes that `ShardWriter` gives it, apart from its tensors."""
     first_member, header, end = _around_tensors(entry.meta, format_version)
     before = data[entry.offset : entry.data]
     after = data[entry.offset + entry.length - len(end) : entry.offset + entry.length]

@@ -142,7 +142,7 @@ OPEN = "open.tar"
 
 
 def staging_folder(folder: Path, name: str, format_version: int) -> Path:
-    """Where the shards of the unfinished build `name` are, in the folder of its cache."""
+    """The place of the shards of the unfinished build `name`, in the folder of its cache."""
     return folder / STAGING / build_name(name, format_version)
 
 

@@ -147,7 +147,7 @@ class Update:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether the dataset is up to date already."""
+        """True if the dataset is up to date already."""
         same_version = self.format_version == self.existing.manifest.format_version
         return same_version and not self.damaged and self.rows == self.existing.listed
 
@@ -188,7 +188,7 @@ def plan_update(
 
 
 def _in_whole_shards(existing: Existing, positions: IntArray, damaged: Container[str]) -> npt.NDArray[np.bool_]:
-    """Whether each of the rows at `positions` (-1: none) is in a shard of which all rows are among them."""
+    """`[N]`: true for rows at `positions` (-1: none) that are in a shard of which all rows are among them."""
     shards, in_shard = existing.manifest.shards, positions >= 0
     in_shard[in_shard] = existing.shard_numbers[positions[in_shard]] >= 0
     numbers = existing.shard_numbers[positions[in_shard]]

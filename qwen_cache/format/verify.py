@@ -242,12 +242,12 @@ def _tensor_faults(entry: Entry, label: str, data: memoryview, path: Path | Url)
 
 
 def _is_jpeg(data: memoryview) -> bool:
-    """Whether the first and last markers are a JPEG's (ISO/IEC 10918-1, SOI and EOI); `verify` does not decode it."""
+    """True if the first and last markers are a JPEG's (ISO/IEC 10918-1, SOI and EOI); `verify` does not decode it."""
     return bytes(data[:3]) == b"\xff\xd8\xff" and bytes(data[-2:]) == b"\xff\xd9"
 
 
 def _is_webp(data: memoryview) -> bool:
-    """Whether the header is that of a WebP in the extended format (RFC 9649) with alpha, of as many bytes."""
+    """True if the header is that of a WebP in the extended format (RFC 9649) with alpha, of as many bytes."""
     header = bytes(data[:21])
     named = header[:4] == b"RIFF" and header[8:16] == b"WEBPVP8X"
     return named and len(header) == 21 and bool(header[20] & 0x10) and _riff_size(header) == len(data)

@@ -521,7 +521,7 @@ def _bools(column: pa.Array) -> Bools:
 
 
 def _has_target_among_controls(batch: pa.RecordBatch) -> Bools:
-    """Whether a control of each sample has the content of its target."""
+    """`[N]`: true for samples of which a control has the content of the target."""
     controls, target = batch["controls"], batch["target"].cast(pa.string())
     of_sample = np.repeat(np.arange(len(batch)), integers(pc.list_value_length(controls)))
     equal = pc.equal(controls.flatten().cast(pa.string()), target.take(pa.array(of_sample)))

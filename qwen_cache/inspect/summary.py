@@ -64,7 +64,7 @@ class Counts:
     """What a pass over the batches of an index adds up."""
 
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """Of the target, or the image to generate: (height, width) in tokens."""
+    """Sizes of the target, or the image to generate: (height, width) in tokens."""
     controls: Counter[int] = field(default_factory=Counter)
     texts: Counter[int] = field(default_factory=Counter)
     images: Counter[int] = field(default_factory=Counter)
@@ -75,9 +75,9 @@ class Counts:
     to_generate: int = 0
     edit_masks: int = 0
     digests: list[Digests] = field(default_factory=list)
-    """Of each image that was encoded."""
+    """The sizes of each image that was encoded."""
     shapes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
-    """Of the same images: height and width in one number."""
+    """Shapes of the same images: height and width in one number."""
     lists: dict[int, list[npt.NDArray[np.uint64]]] = field(default_factory=dict)
     """The digests of the controls of the samples that have some, by their number, as `[N, 2 · number]`."""
 
@@ -197,7 +197,7 @@ def _sorted(counts: Mapping[Any, int]) -> dict[str, int]:
 
 
 def _spread(counts: Mapping[int, int]) -> dict[str, int]:
-    """Of the values with these counts."""
+    """Minimum, median and maximum of the values with these counts."""
     if not counts:
         return {}
     values = np.array(sorted(counts))
@@ -249,7 +249,7 @@ class RecipeSurvey:
 
     cache: Cache
     counted: dict[str, Any]
-    """As in the report, without the flags."""
+    """The recipe's part of the report, without the flags."""
     flagged: Flagged
 
     def names(self, positions: Integers) -> list[str]:

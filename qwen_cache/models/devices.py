@@ -66,7 +66,7 @@ def accelerator() -> torch.device | None:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether it is a real device other than the CPU."""
+    """True if it is a real device other than the CPU."""
     return device.type not in ("cpu", "meta")
 
 
@@ -76,12 +76,12 @@ def device_module(device: torch.device) -> Any:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether it can copy from pinned host memory while it computes; MPS has no streams, and shares the memory."""
+    """True if it can copy from pinned host memory while it computes; MPS has no streams, and shares the memory."""
     return is_accelerator(device) and hasattr(device_module(device), "Stream")
 
 
 def reports_memory(device: torch.device) -> bool:
-    """Whether torch can say how much of its memory is used and free: not for MPS, nor for some Intel GPUs."""
+    """True if torch can say how much of its memory is used and free: not for MPS, nor for some Intel GPUs."""
     if not is_accelerator(device) or not hasattr(device_module(device), "mem_get_info"):
         return False
     with suppress(RuntimeError):
@@ -246,7 +246,7 @@ class HostBlock:
 
     @cached_property
     def begins(self) -> list[int]:
-        """Where each tensor begins; after the last one, the end."""
+        """The offset of each tensor; after the last one, the end."""
         begins = [0]
         for tensor in (tensor for weight in self.without_data for tensor in inner_tensors(weight)):
             end = begins[-1] + tensor.numel() * tensor.element_size()
@@ -490,7 +490,7 @@ def _joined(pieces: Sequence[Any]) -> Any:
 
 
 def has_weight_only_rows(weight: Any) -> bool:
-    """Whether it is torchao's int8 or fp8 weight with a scale per row, used without quantising the activations."""
+    """True if it is torchao's int8 or fp8 weight with a scale per row, used without quantising the activations."""
     if not {"qdata", "scale", "block_size"} <= getattr(weight, "__dict__", {}).keys() or weight.requires_grad:
         return False
     of_activations = (getattr(weight, name, None) for name in ("act_quant_kwargs", "act_pre_scale"))
@@ -607,7 +607,7 @@ class Placement:
     offload: bool = False
 
     def is_partial(self, device: torch.device) -> bool:
-        """Whether some weights wait in host memory."""
+        """True if some weights wait in host memory."""
         return is_accelerator(device) and (self.offload or self.quantization != "none")
 
 

@@ -126,15 +126,15 @@ class Family:
     image_mode: Literal["RGB", "RGBA"] = "RGB"
     """The channels that the VAE takes and gives; the text encoder always sees RGB."""
     one_condition_image: bool = False
-    """Whether VAE and text encoder get the same resized image; otherwise the encoder's has a size of its own."""
+    """True if VAE and text encoder get the same resized image; otherwise the encoder's has a size of its own."""
     final_norm: bool = True
-    """Whether embeddings are the text encoder's last hidden states after its final norm, or before it."""
+    """True if embeddings are the text encoder's last hidden states after its final norm; False: before it."""
     text_rows_only: bool = False
-    """Whether embeddings at image tokens are left out: the transformer replaces them by the image's latents."""
+    """True if embeddings at image tokens are left out: the transformer replaces them by the image's latents."""
     target_last: bool = False
-    """Whether the transformer takes the control images before the target. A cache stores the target first."""
+    """True if the transformer takes the control images before the target. A cache stores the target first."""
     joint_sequence: bool = False
-    """Whether text and images are one causal sequence, in which a prefix can serve several noise draws."""
+    """True if text and images are one causal sequence, in which a prefix can serve several noise draws."""
     latent_channels: int = 16
     """Channels of the VAE's latents: 16 at an eighth of the image's sides, or 64 at a sixteenth."""
     rope_positions: int = 4096
@@ -272,7 +272,7 @@ def family_of(pipeline: str) -> Family:
 
 
 def same_inputs(pipeline: object, other: object) -> bool:
-    """Whether the transformers of two pipelines take the same inputs: those of one, or of a family's editing and its
+    """True if the transformers of two pipelines take the same inputs: those of one, or of a family's editing and its
     text to image. Two editing pipelines differ in what their text encoder sees."""
     if pipeline == other or not {pipeline, other} <= PIPELINES.keys():
         return pipeline == other

@@ -517,7 +517,7 @@ class ModelFolder:
 
     @property
     def transformer_weights(self) -> Path | SingleFile:
-        """Where the transformer's weights are: the single file, or the component's folder."""
+        """The place of the transformer's weights: the single file, or the component's folder."""
         return self.transformer_file or self.component("transformer")
 
     @property
@@ -536,7 +536,7 @@ class ModelFolder:
 
     @property
     def needs_nunchaku(self) -> bool:
-        """Whether the transformer's weights are for nunchaku's kernels."""
+        """True if the transformer's weights are for nunchaku's kernels."""
         saved = self.transformer_config.get("quantization_config") or {}
         return bool(saved.get("quant_method") == NUNCHAKU)
 

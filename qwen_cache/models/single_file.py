@@ -59,17 +59,17 @@ class StoredTensor:
     """A tensor in a file."""
 
     dtype: str
-    """As in a safetensors header, such as BF16, or the name of a GGML type, such as Q4_K."""
+    """The name in a safetensors header, such as BF16, or the name of a GGML type, such as Q4_K."""
     shape: tuple[int, ...]
     begin: int
     """The position of its first byte in the file."""
     end: int
     scale: StoredTensor | None = None
-    """Of an fp8 weight: one number, or one for each row."""
+    """The scale of an fp8 weight: one number, or one for each row."""
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weights are in GGML's blocks."""
+        """True if the weights are in GGML's blocks."""
         return self.dtype not in DTYPES
 
     def half(self, second: bool) -> StoredTensor:
@@ -220,7 +220,7 @@ IGNORED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", ZERO_CO
 FP8 = ("F8_E4M3", "F8_E5M2")
 PARAMETERS = ("F32", "F16", "BF16", *FP8)
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
-"""Of comfy/quant_ops.py, those with a scale per tensor or row."""
+"""The formats of comfy/quant_ops.py with a scale per tensor or row."""
 UNPACKED_TENSORS = {"BF16": 1, "F16": 1, "F32": 1, **dict.fromkeys(FP8, 1), "IQ4_NL": 7, "IQ4_XS": 7}
 UNPACKED_TENSORS |= {"Q5_0": 6, "Q5_1": 6}
 UNPACKED_OTHERS = 4

@@ -1,4 +1,16 @@
-"""A client of `qwen-cache serve`: plans here, encodes there. Imports no torch."""
+"""A client of `qwen-cache serve`: plans here, encodes there. It trusts nothing that the server says: see SECURITY.md.
+
+    from qwen_cache.client import Client
+
+    with Client("http://host:8077", token="…") as client:
+        sample = client.encode("make it red", target="after.png", controls=["before.png"])
+        print(sample.key, sample["image_latents"].shape, sample["prompt_embeds"].shape)
+
+Requests that a busy or restarting server refuses are sent again, for `patience` seconds. As long as the server says
+that its disk is full, they are sent again without end, with a message each minute.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -377,16 +389,6 @@ def _merged(section: str, own: dict[str, Any], served: dict[str, Any], where: st
 
 
 # ---- client ----------------------------------------------------------------------------------------------------------
-# A client of `qwen-cache serve`: rows in, samples out. It trusts nothing that the server says: see SECURITY.md.
-#
-#     from qwen_cache.client import Client
-#
-#     with Client("http://host:8077", token="…") as client:
-#         sample = client.encode("make it red", target="after.png", controls=["before.png"])
-#         print(sample.key, sample["image_latents"].shape, sample["prompt_embeds"].shape)
-#
-# Requests that a busy or restarting server refuses are sent again, for `patience` seconds. As long as the server says
-# that its disk is full, they are sent again without end, with a message each minute.
 
 TOKEN = "QWEN_CACHE_TOKEN"
 PATIENCE = 300.0  # seconds: a server with the real encoders is back within minutes
@@ -416,7 +418,7 @@ class Client:
         self.url, self.patience = self._connection.url, patience
         self._description: Description | None = None
         self._answered = False
-        """Whether the server has answered a request."""
+        """True if the server has answered a request."""
         self._closed = Event()
         self._telling, self._told = Lock(), -EVERY
 

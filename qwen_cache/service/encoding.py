@@ -36,7 +36,7 @@ IN_FLIGHT = 48  # samples ahead of the writer
 
 
 def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[BuildJob]:
-    """As `validation.prepare_with_validation`, with the recipe of a server; the errors of `prepare_at`."""
+    """`validation.prepare_with_validation` with the recipe of a server; the errors of `prepare_at`."""
     description = client.description
     served = served_settings(config, description, client.url, all_given=True)
     model = served_model(description)
@@ -55,7 +55,7 @@ def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[Build
 
 
 def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
-    """As `builder.prepare_build`, with the recipe of a server.
+    """`builder.prepare_build` with the recipe of a server.
 
     ConfigError if the server cannot be used or settings contradict it, SourceError if the source cannot be read.
     """

@@ -35,13 +35,13 @@ class State(StrEnum):
 
     UNKNOWN = "unknown"
     ACCEPTED = "accepted"
-    """It waits for the encoders, or is being encoded; lost if the server is killed."""
+    """The sample waits for the encoders, or is being encoded; lost if the server is killed."""
     ENCODED = "encoded"
-    """It can be fetched; lost if the server is killed."""
+    """The sample can be fetched; lost if the server is killed."""
     STORED = "stored"
-    """It is in the cache, and survives whatever happens to the server."""
+    """The sample is in the cache, and survives whatever happens to the server."""
     FAILED = "failed"
-    """It cannot be encoded."""
+    """The sample cannot be encoded."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Engine:
         self.rows = {row.name: row for row in job.rows}
         """The rows of `serve.source` by name."""
         self.ready = False
-        """Whether the encoders are loaded and the service takes samples."""
+        """True if the encoders are loaded and the service takes samples."""
         self.fault: Fault | None = None
         """Why nothing can be stored for now; None once it can."""
         self.ended: Future[None] = Future()
@@ -234,7 +234,7 @@ class Engine:
             return [self._state(key) for key in keys]
 
     def failed_lately(self, key: str) -> bool:
-        """Whether a sample has failed, and not so long ago that another attempt is worth while."""
+        """True if a sample has failed, and not so long ago that another attempt is worth while."""
         with self._changed:
             return key in self._failed and self._clock() < self._failed[key][1] + FAULT_SECONDS
 

@@ -52,7 +52,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name is this machine's own."""
+    """True if an address or name is this machine's own."""
     if host.lower() == "localhost":
         return True
     try:

@@ -47,7 +47,7 @@ class Store(Protocol):
     """What the service asks of the place for its samples; all of it from any thread, except `add` and `commit`."""
 
     stores: bool
-    """Whether samples become STORED."""
+    """True if samples become STORED."""
 
     def __enter__(self) -> Self: ...
 
@@ -131,7 +131,7 @@ class OpenShard:
     stored: Stored | None = None
     """Set once it is sealed."""
     is_delivered: bool = False
-    """Whether it is where the commit expects it."""
+    """True if it is where the commit expects it."""
 
     def bytes(self) -> memoryview:
         return map_file(self.writer.path) if self.mapped is None else self.mapped
@@ -180,12 +180,12 @@ class Pool:
         return len(self._rows)
 
     def has(self, key: str) -> bool:
-        """Whether the sample can be fetched."""
+        """True if the sample can be fetched."""
         with self._lock:
             return key in self._rows or any(key in shard.entries for shard in self._open)
 
     def is_stored(self, key: str) -> bool:
-        """Whether the sample is in the dataset."""
+        """True if the sample is in the dataset."""
         with self._lock:
             return key in self._rows
 

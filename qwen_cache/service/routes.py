@@ -76,7 +76,7 @@ MAX_IMAGES = MAX_CONTROLS + 2  # with a target and a mask
 TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
 IMAGES = ("target", "control", "mask")
 LIMITS = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS) + MAX_IMAGES, "max_part_size": MAX_TEXT}
-"""Of a form, whose images may be files, or text that says where they are."""
+"""The limits of a form, whose images may be files, or text that says where they are."""
 BYTES = "latin-1"
 """The charset in which a form is read, so that no byte of it is changed before it is decoded here."""
 

@@ -32,7 +32,7 @@ class Setting:
     key: str
     description: str
     default: Any
-    """As JSON; PydanticUndefined where a value is required."""
+    """The default as JSON; PydanticUndefined where a value is required."""
     choices: tuple[str, ...]
     """The only values, if they are listed."""
     kinds: tuple[Any, ...]

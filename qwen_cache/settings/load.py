@@ -208,7 +208,7 @@ def overridden(
     given: Iterable[Given | None] = (),
     **options: Any,
 ) -> Config:
-    """As `load_config`, for settings that were already read from `where`."""
+    """`load_config` for settings that were already read from `where`."""
     origins = _Origins(where)
     for assignment in assignments or ():
         name, equals, text = (part.strip() for part in assignment.partition("="))
@@ -228,7 +228,7 @@ def overridden(
 
 @dataclass(frozen=True)
 class _Origins:
-    """Where each setting was typed."""
+    """The place at which each setting was typed."""
 
     otherwise: str
     assigned: dict[str, str] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Table(Protocol):
         ...
 
     def embeds(self, name: str, unnamed: int) -> bool:
-        """Whether every image of a column is known to have its bytes in the table; `unnamed` of them have no path."""
+        """True if every image of a column is known to have its bytes in the table; `unnamed` of them have no path."""
         ...
 
 

@@ -129,7 +129,7 @@ class SourceSettings(TypedDict, total=False):
     """How a source is read."""
 
     needs_control: Required[bool]
-    """Whether the source must have controls, as for an editing model."""
+    """True if the source must have controls, as for an editing model."""
     takes_control: bool | None
     """Without, for text to image, there must be no control; by default `needs_control` decides."""
     no_control: NoControl | None
@@ -139,7 +139,7 @@ class SourceSettings(TypedDict, total=False):
     """Without, to generate, rows may lack the target, and the folder may hold only controls."""
     needs_prompt: bool
     to_generate: bool
-    """Whether the rows are images to generate, which may have a seed and a size, and no target."""
+    """True if the rows are images to generate, which may have a seed and a size, and no target."""
     allow_empty_prompt: bool
     allow_urls: Sequence[str]
     columns: ColumnsConfig | None
@@ -147,7 +147,7 @@ class SourceSettings(TypedDict, total=False):
     config_name: str | None
     """The settings of `data`."""
     marked_phrases: bool | None
-    """Whether `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
+    """True if `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
     captions: Captions | None
     """What changes the prompts."""
 
@@ -238,7 +238,7 @@ def read_source(source: Location, **settings: Unpack[SourceSettings]) -> tuple[l
 
 
 def read_content(source: Location, **settings: Unpack[SourceSettings]) -> Content:
-    """As `read_source`, and the number of rows left out; SourceError if that is all."""
+    """The rows of `read_source`, and the number of rows left out; SourceError if that is all."""
     needs, captions = needs_of(**settings), settings.get("captions")
     content = read_drafts(
         drafts_of(source, needs), str(source), needs, allow_empty_prompt=settings.get("allow_empty_prompt", False)
@@ -536,7 +536,7 @@ class Entry:
     names: tuple[str, ...]
     """The name of each caption's sample: that of the row, then with `#2`, `#3`, …"""
     where: str
-    """Where the row is, as in its problems: `data/metadata.csv:12`, or the target's path."""
+    """The place of the row, as in its problems: `data/metadata.csv:12`, or the target's path."""
     target: Readable | None
     controls: tuple[Readable, ...]
     mask: Readable | None
@@ -570,7 +570,7 @@ class Listing:
 
     @property
     def other_problems(self) -> list[Problem]:
-        """Those of no entry: of a file without a target, of a row that cannot be cut into cells, of all rows."""
+        """Problems of no entry: of a file without a target, of a row that cannot be cut into cells, of all rows."""
         known = {problem for entry in self.entries for problem in entry.problems}
         return [problem for problem in self.problems if problem not in known]
 

@@ -60,7 +60,7 @@ class Editor(Protocol):
 
     @property
     def others_changed(self) -> bool:
-        """Whether the last edit changed where other rows are, or may have changed their problems: list them again."""
+        """True if the last edit changed where other rows are, or may have changed their problems: list them again."""
 
     def set_prompt(self, entry: Entry, text: str, caption: int = 0) -> Entry:
         """Write one caption of a row; the row as it is then."""
@@ -199,7 +199,7 @@ def _bytes_of(path: Path) -> bytes | None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """As `write_durably`, with the rights of the old file."""
+    """`write_durably` with the rights of the old file."""
     mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
     with whole_file(path) as temporary:
         with open(temporary, "wb") as file:
@@ -245,7 +245,7 @@ def _check_mask(entry: Entry, png: bytes, seen: str | None) -> None:
 
 
 def _is_same(entry: Entry, other: Entry | None) -> bool:
-    """Whether a row is as it was; its problems may depend on other rows."""
+    """True if a row is as it was; its problems may depend on other rows."""
     return other is not None and replace(entry, problems=()) == replace(other, problems=())
 
 
@@ -445,7 +445,7 @@ class TableEditor:
             return self._write(opened, [entry], {entry.where: {column: cell}}, {path: png})[0]
 
     def _is_own(self, opened: Opened, mask: Path) -> bool:
-        """Whether a mask may be replaced: a PNG of the source's folder that no other cell names."""
+        """True if a mask may be replaced: a PNG of the source's folder that no other cell names."""
         if suffix(mask) != ".png" or not mask.parent.is_dir():
             return False
         try:

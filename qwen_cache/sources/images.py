@@ -51,7 +51,7 @@ class Header:
     """Pixels of the stored image, before `orientation` is applied."""
     height: int
     orientation: int
-    """As in EXIF: from 5 on, width and height are swapped."""
+    """The orientation of EXIF: from 5 on, width and height are swapped."""
     animated: bool
 
 
@@ -209,7 +209,7 @@ _EXIF_IN_PNG = (b"eXIf", b"Raw profile type", b"adobe.xmp")
 """Markers of a PNG that may have an orientation."""
 
 _PNG_DEPTH = 24
-"""Where a PNG has its bits per channel."""
+"""The offset at which a PNG has its bits per channel."""
 _UNSIGNED, _SIGNED = 1, 2
 """Values of TIFF's SampleFormat."""
 
@@ -238,7 +238,7 @@ def _upright_size(data: bytes) -> tuple[int, int]:
 
 
 def has_other_profile(data: bytes, where: str) -> bool:
-    """Whether the image has a colour profile other than sRGB, by its header; profiles are ignored."""
+    """True if the image has a colour profile other than sRGB, by its header; profiles are ignored."""
     if _reads(data, "JPEG XL"):  # whose parser decodes all pixels first
         return False
     with _refusals(data, where), _open(data) as image:
@@ -393,7 +393,7 @@ def _open(data: bytes) -> Image.Image:
 
 
 def _reads(data: bytes, kind: str) -> bool:
-    """Whether the bytes are of this kind of `PLUGINS`, and its package is installed."""
+    """True if the bytes are of this kind of `PLUGINS`, and its package is installed."""
     return _kind_of(data) == kind and _is_installed(kind)
 
 
@@ -463,7 +463,7 @@ class Samples(NamedTuple):
     white: int
     """The number of the lightest grey; 0 is the darkest."""
     is_inverted: bool = False
-    """Whether 0 is white instead."""
+    """True if 0 is white instead."""
 
 
 def _samples_of(image: Image.Image, data: bytes, where: str) -> Samples:
@@ -537,7 +537,7 @@ def thumbnail_size(img_shape: tuple[int, int, int]) -> Size:
 
 
 def is_transparent(image: Image.Image) -> bool:
-    """Whether an RGBA image is transparent anywhere; others never are."""
+    """True if an RGBA image is transparent anywhere; others never are."""
     return image.mode == "RGBA" and image.getchannel("A").getextrema() != (255, 255)
 
 

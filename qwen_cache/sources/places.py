@@ -1,4 +1,4 @@
-"""Where sources lie: folders, URLs, datasets of the hub, and the files that they name."""
+"""The places of sources: folders, URLs, datasets of the hub, and the files that they name."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def _server(url: str) -> str:
 
 
 def _begins(url: str, allowed: str) -> bool:
-    """Whether a URL is below `allowed`. Up to a `/`, every program understands a URL as the same server."""
+    """True if a URL is below `allowed`. Up to a `/`, every program understands a URL as the same server."""
     below = url.startswith(allowed if allowed.endswith("/") else allowed + "/")
     return below and bool(FILE_URL.match(url)) and ".." not in re.split(r"[/\\]", unquote(url))
 
@@ -417,7 +417,7 @@ DATASET = re.compile(r"hf://datasets/((?:[\w.-]+/)?[\w.-]+)(?:@([^/]+))?/*")
 
 
 def is_dataset(url: Url) -> bool:
-    """Whether an address names a dataset, and not a folder or a file in it."""
+    """True if an address names a dataset, and not a folder or a file in it."""
     return DATASET.fullmatch(str(url)) is not None
 
 

@@ -68,11 +68,11 @@ class Needs:
     """If False, a row may lack the target: an image to generate."""
     prompt: bool = True
     to_generate: bool = False
-    """Whether the rows are images to generate: then a table may have only prompts, and `seed`, `width` and `height`."""
+    """True if the rows are images to generate: then a table may have only prompts, and `seed`, `width` and `height`."""
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
     marked_phrases: bool | None = None
-    """Whether `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
+    """True if `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
     allow_urls: tuple[str, ...] = ()
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     split: str | None = None
@@ -80,7 +80,7 @@ class Needs:
 
     @property
     def some_control(self) -> bool:
-        """Whether a source without a single control is refused."""
+        """True if a source without a single control is refused."""
         return self.control and self.no_control != "allowed"
 
 
@@ -155,7 +155,7 @@ class Draft:
     phrase: str = ""
     """Words that every prompt contains."""
     is_left_out: bool = False
-    """Whether the source leaves the row out: then it is neither a row nor a problem."""
+    """True if the source leaves the row out: then it is neither a row nor a problem."""
     unusable: Problem | None = None
     """What stands for all problems of the row. Rows that follow each other may share one, which is reported once."""
 
@@ -320,7 +320,7 @@ def _add(
 
 
 def _wants_generic(role: str, targets: dict[int, str], needs: Needs) -> bool:
-    """Whether a role without a column may have one of a `GENERIC` name."""
+    """True if a role without a column may have one of a `GENERIC` name."""
     if role != "control":
         return bool(getattr(needs, role))
     return needs.control or (needs.takes_control and _stem(targets.get(0, "")) not in NOT_OF_EDITS)
@@ -493,7 +493,7 @@ def _items(role: str, column: str, value: Any, field_problems: FieldProblems) ->
 
 
 def has_captions(column: str, value: Any) -> bool:
-    """Whether a cell of prompts must be a list of captions: by the name of the column, unless `data.columns` has it."""
+    """True if a cell of prompts must be a list of captions: by the name of the column, unless `data.columns` has it."""
     return _stem(column) in LIST_COLUMNS or (isinstance(value, list) and role_of(column)[0] != "prompt")
 
 
@@ -508,7 +508,7 @@ def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> A
 
 
 def _flag(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[bool]:
-    """Whether one cell says yes."""
+    """One value, which is true if the cell says yes."""
     yes = left_out.is_yes(value)
     if yes is None:
         expected = f"expected {', '.join(left_out.YES)}, or {', '.join(filter(None, left_out.NO))} or nothing"

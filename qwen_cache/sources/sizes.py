@@ -111,7 +111,7 @@ def _square(resolution: Resolution) -> Size:
 
 
 def same_shape(one: Size, two: Size) -> bool:
-    """Whether the aspect ratios are equal up to rounding."""
+    """True if the aspect ratios are equal up to rounding."""
     return abs(math.log(one[0] * two[1] / (one[1] * two[0]))) <= math.log1p(SAME_SHAPE)
 
 

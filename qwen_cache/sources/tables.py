@@ -97,7 +97,7 @@ def changed(before: TableText, changes: Mapping[str, Values]) -> TableText:
 
 
 def _has(found: dict[str, Any] | None, expected: Values) -> bool:
-    """Whether a row has these values, whatever its line ends."""
+    """True if a row has these values, whatever its line ends."""
 
     def unix(value: Any) -> Any:
         return value.replace("\r\n", "\n") if isinstance(value, str) else value
@@ -182,7 +182,7 @@ class _JsonText:
         return partial(json.dumps, ensure_ascii=self.text.isascii() and "\\u" in self.text)
 
     def begin(self, where: str) -> int | None:
-        """Where the object of a row begins."""
+        """The offset of a row's object."""
         raise NotImplementedError
 
     def values(self, where: str) -> dict[str, Any] | None:

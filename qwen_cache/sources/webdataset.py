@@ -231,7 +231,7 @@ class Listed(NamedTuple):
     begin: int
     size: int
     is_plain: bool
-    """Whether it is a file, and no link, device or sparse file."""
+    """True if it is a file, and no link, device or sparse file."""
 
 
 def _members(path: Location) -> Iterator[Listed]:

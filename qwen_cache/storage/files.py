@@ -189,7 +189,7 @@ def unless_in_use() -> Iterator[None]:
 
 
 def is_link(path: Path) -> bool:
-    """Whether the path is a symbolic link or a Windows junction."""
+    """True if the path is a symbolic link or a Windows junction."""
     try:
         return path.is_symlink() or getattr(path.lstat(), "st_reparse_tag", 0) == JUNCTION
     except OSError:
@@ -311,7 +311,7 @@ def _try_to_remove(path: Path) -> None:
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether the file is still the one at `path`; its last holder may just have removed it."""
+    """True if the file is still the one at `path`; its last holder may just have removed it."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -451,7 +451,7 @@ def _mapped(file: int, size: int) -> memoryview:
 
 
 def is_cut_short(data: memoryview) -> bool:
-    """Whether the file of mapped, non-empty `data` no longer reaches to its end; reading it would end the process.
+    """True if the file of mapped, non-empty `data` no longer reaches to its end; reading it would end the process.
 
     Asks for the last page alone, in 1 µs. False wherever the system cannot tell: before Linux 5.14, on macOS, and for
     memory that is not mapped. A disk that fails on another page still ends the process (SIGBUS).

@@ -52,7 +52,7 @@ def rehashing(on: bool = True) -> Iterator[None]:
 
 
 def is_trusted() -> bool:
-    """Whether this is outside of `rehashing`."""
+    """True if this is outside of `rehashing`."""
     return not _distrusted.get()
 
 
@@ -109,7 +109,7 @@ def file_state(path: Path) -> list[int]:
 
 
 def is_settled(state: list[int], now: int) -> bool:
-    """Whether a file of this state was last changed long enough before `now` (ns) that another change would show."""
+    """True if a file of this state was last changed long enough before `now` (ns) that another change would show."""
     return max(state[1:3]) + SETTLED_NS < now
 
 

@@ -339,12 +339,12 @@ def _walk(files: Any, top: str) -> Iterator[str]:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Whether another attempt may succeed."""
+    """True if another attempt may succeed."""
     return isinstance(error, Exception) and not isinstance(error, FileNotFoundError) and not _is_final(error)
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether another attempt cannot succeed."""
+    """True if another attempt cannot succeed."""
     kinds = (QwenCacheError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
     status = _status(error)
     return (
@@ -365,7 +365,7 @@ def _true_cause(error: Exception) -> Exception:
 
 
 def _is_about_credentials(error: Exception) -> bool:
-    """Whether botocore or google.auth raised it; recognised by name, because they may not be installed."""
+    """True if botocore or google.auth raised it; recognised by name, because they may not be installed."""
     return "Credentials" in type(error).__name__
 
 
@@ -460,7 +460,7 @@ class Copy:
         self._touched = 0.0
 
     def has(self, offset: int) -> bool:
-        """Whether the first byte of the sample at `offset` has been written: cheap, and only a hint.
+        """True if the first byte of the sample at `offset` has been written: cheap, and only a hint.
 
         A sample begins with a file name, so its first byte is not zero. Not read through the mapping where the system
         allows: in memory (tmpfs), that needs a page, and without space the process would end (SIGBUS).

@@ -263,7 +263,7 @@ def refusing(samples: Iterable[SampleMeta]) -> Callable[[SampleMeta], Refusal | 
 
 
 def _is_alone_or_paired(meta: SampleMeta) -> bool:
-    """Whether diffusion-pipe can hold the images of a sample."""
+    """True if diffusion-pipe can hold the images of a sample."""
     target, *others = meta.img_shapes
     return others in ([], [target])
 

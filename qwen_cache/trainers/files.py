@@ -168,11 +168,11 @@ class Export:
     folder: Path
     """The folder that is being filled."""
     final: Path
-    """Where it will be, absolute: for settings files that name it."""
+    """The path that it will have, absolute: for settings files that name it."""
     takes_controls: bool
-    """Whether the cache is of an editing model."""
+    """True if the cache is of an editing model."""
     zero_cond_t: bool
-    """Whether the transformer is one like Edit-2511's, for tools that store it with each sample."""
+    """True if the transformer is one like Edit-2511's, for tools that store it with each sample."""
     on_sample: Callable[[], None]
 
 

@@ -56,7 +56,7 @@ def run_decode(
 
 
 def _settings(folder: Path | None, model: Given | None, config: Path | None, assignments: Sequence[str]) -> Config:
-    """Of the file that is named, else those of the run."""
+    """The settings of the file that is named, else those of the run."""
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
     return load_config(config or saved, assignments, [model])
 

@@ -75,12 +75,12 @@ class PredictOptions:
 
     @property
     def into_folder(self) -> bool:
-        """Whether --out is a folder: with --source always, with --from-cache unless it is the name of an image."""
+        """True if --out is a folder: with --source always, with --from-cache unless it is the name of an image."""
         return bool(self.source) or (self.cache is not None and not self.out.suffix)
 
     @property
     def is_one(self) -> bool:
-        """Whether to make one call of the pipeline, instead of a folder of images."""
+        """True if to make one call of the pipeline, instead of a folder of images."""
         return len(self.prompts) == 1 and not (self.compare or self.source or self.grid)
 
 

@@ -159,7 +159,7 @@ class NoisedSample:
     draws: tuple[NoiseDraw, ...]
     without_caption: bool
     taught: bool = False
-    """Whether its target is the teacher's velocity."""
+    """True if its target is the teacher's velocity."""
     loss_weight: float = 1.0
     """`train.caches[].loss_weight` of its cache."""
 
@@ -186,7 +186,7 @@ class Batches:
         world_size: int = 1,
         begin: Begin = BEGIN,
     ) -> None:
-        """Those from `begin` of a run on."""
+        """The batches from `begin` of a run on."""
         self.cache, self.config, self.rank, self.world_size = cache, config, rank, world_size
         self.schedule = replace(schedule, shift=config.timestep_shift)
         planned = Planned.of(cache, config, begin)
@@ -288,7 +288,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class TokenPlaces:
-    """Where the tokens of a sample's images are in its row of a batch."""
+    """The places of the tokens of a sample's images in its row of a batch."""
 
     controls: slice
     draws: tuple[slice, ...]

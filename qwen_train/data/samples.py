@@ -277,7 +277,7 @@ def _check_compatible(first: Cache, other: Cache) -> None:
 
 
 def entries_to_match(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[str]:
-    """Those of `MUST_MATCH` that two recipes must share where both have them."""
+    """The settings of `MUST_MATCH` that two recipes must share where both have them."""
     pipelines = [each.get("pipeline") for each in (recipe, other)]
     return ENCODERS if pipelines[0] != pipelines[1] and same_inputs(*pipelines) else MUST_MATCH
 
@@ -303,9 +303,9 @@ class Samples(Protocol):
     """
 
     has_index: bool
-    """Whether `row` and `column` are available without reading samples."""
+    """True if `row` and `column` are available without reading samples."""
     recipe: Recipe
-    """Of several caches, that of one with edits, if any is."""
+    """The recipe; of several caches that of one with edits, if any is."""
     pipelines: tuple[str, ...]
     """The pipelines that the samples were encoded for, each once."""
 

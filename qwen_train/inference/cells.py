@@ -46,7 +46,7 @@ from qwen_train.inference.pipeline import (
 from qwen_train.lora.files import WeightedLora
 
 MOST_PIXELS = 50_000_000
-"""Of the cells in the image of all of them; titles add a third at most, and Pillow warns about 89 million."""
+"""Pixels of the cells in the image of all of them; titles add a third at most, and Pillow warns about 89 million."""
 NEGATIVE = "negative_"
 """What the arguments of a negative prompt begin with."""
 

@@ -276,7 +276,7 @@ def is_intact(image: Image.Image) -> bool:
 # chosen for programs that want no transparency.
 
 FORMATS = {"PNG": True, "WEBP": True, "TIFF": True, "JPEG": False, "BMP": False}
-"""Whether a format keeps transparency; other programs ignore that of a BMP."""
+"""True if a format keeps transparency; other programs ignore that of a BMP."""
 
 
 def open_images(paths: Sequence[Path], family: Family) -> list[Image.Image]:
@@ -334,7 +334,7 @@ AXES = (*OF_LORA, *SETTINGS)
 FINAL = "final"
 """The checkpoint that is the finished LoRA."""
 MOST_VALUES = 20
-"""Of an axis: many programs cannot show a larger image of all cells."""
+"""The most values of an axis: many programs cannot show a larger image of all cells."""
 
 Value = int | float | str
 
@@ -547,7 +547,7 @@ class Comparison:
 
 
 def comparison_path(png: Path, rows: int) -> Path:
-    """Where `rows` rows are compared: `png`, or a page of that name."""
+    """The file in which `rows` rows are compared: `png`, or a page of that name."""
     return png if rows <= ROWS else png.with_suffix(".html")
 
 

@@ -49,7 +49,7 @@ class Components:
     """The components of a model, by their config.json files, and the largest sample."""
 
     configs: Mapping[str, dict[str, Any]]
-    """Of `vae`, `text_encoder` and `transformer`."""
+    """The devices of `vae`, `text_encoder` and `transformer`."""
     sample: SampleSize
     condition_area: int | None
     """About the pixels of an image for the text encoder; None for those of the VAE."""
@@ -57,7 +57,7 @@ class Components:
     quantization: Quantization | None = None
     """The transformer's, on loading."""
     placement: Placement = WHOLE
-    """Of the text encoder's weights while a cache is built."""
+    """The placement of the text encoder's weights while a cache is built."""
 
     @property
     def family(self) -> Family:

@@ -128,9 +128,9 @@ WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 PREFIX = "transformer"
 """What the names of its tensors, and of peft's settings in its header, begin with, before a dot."""
 METADATA_KEY = "lora_adapter_metadata"
-"""Where diffusers' loader reads peft's settings, such as rank and alpha, as JSON text."""
+"""The key at which diffusers' loader reads peft's settings, such as rank and alpha, as JSON text."""
 COMFYUI_METADATA_KEY = "peft_config"
-"""Where a file with ComfyUI's names has them: under diffusers' key, diffusers' loader would apply the header's alpha on
+"""The key for a file with ComfyUI's names: under diffusers' key, diffusers' loader would apply the header's alpha on
 top of each module's own."""
 PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
 """The files in a folder of peft."""

@@ -27,7 +27,7 @@ from qwen_train.lora.files import LOHA, OFT, PATTERNS, PREFIX, TYPES, AdapterTyp
 W1, W2 = ("lokr_w1", "lokr_w1_a", "lokr_w1_b"), ("lokr_w2", "lokr_w2_a", "lokr_w2_b")
 HADAMARD, ROTATION = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"), "oft_R.weight"
 Tensors = Mapping[str, Tensor]
-"""Of one module, without its name."""
+"""The tensors of one module, without its name."""
 
 
 def by_module(weights: Mapping[str, Tensor], file: Path | str) -> dict[str, dict[str, Tensor]]:

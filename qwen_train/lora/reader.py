@@ -56,7 +56,7 @@ from qwen_train.lora.names import (
 # match, ranks that the tensors do not have, and whatever makes peft compute something else than this adapter.
 
 MOST_MODULES, LONGEST_NAME = 5000, 200
-"""Of an adapter; the 20B transformer has about 850 linear layers, with names of at most 52 characters."""
+"""Bounds of an adapter; the 20B transformer has about 850 linear layers, with names of at most 52 characters."""
 MOST_EXPRESSIONS, MOST_REPETITIONS = 16, 3
 """Patterns that are more than a name, and repetitions and groups in each: a match then takes milliseconds."""
 NAME = re.compile(r"\^?[\w.\\-]+\$?")
@@ -180,7 +180,7 @@ def _modules(kind: AdapterType, weights: Mapping[str, Tensor], file: Path) -> di
 
 
 def _is_pattern_of(value: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether it is a dictionary of these values, by patterns that are matched in bounded time."""
+    """True if it is a dictionary of these values, by patterns that are matched in bounded time."""
     if not isinstance(value, dict) or len(value) > MOST_MODULES or not all(map(fits, value.values())):
         return False
     expressions = [pattern for pattern in value if not NAME.fullmatch(pattern)]
@@ -188,7 +188,7 @@ def _is_pattern_of(value: Any, fits: Callable[[Any], bool]) -> bool:
 
 
 def _is_bounded(pattern: str) -> bool:
-    """Whether it is a regular expression, without a repeated group and with few repetitions and groups."""
+    """True if it is a regular expression, without a repeated group and with few repetitions and groups."""
     few = sum(map(pattern.count, "*+?{(")) <= MOST_REPETITIONS and not re.search(r"\)\s*[*+?{]", pattern)
     try:
         return len(pattern) <= LONGEST_NAME and few and bool(re.compile(_whole_name(pattern)))

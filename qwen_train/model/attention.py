@@ -292,7 +292,7 @@ def joint_row(text: Tensor, image: Tensor, packing: Packing) -> Tensor:
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether flash attention can run: half precision, head size a multiple of 8 and at most 256, and the device."""
+    """True if flash attention can run: half precision, head size a multiple of 8 and at most 256, and the device."""
     head_dim = query.shape[-1]
     return (
         query.dtype in (torch.float16, torch.bfloat16)
@@ -305,7 +305,7 @@ def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @functools.cache
 def runs_flash(device: torch.device) -> bool:
-    """Whether torch brings flash attention for this device: CUDA on Ampere or newer."""
+    """True if torch brings flash attention for this device: CUDA on Ampere or newer."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 

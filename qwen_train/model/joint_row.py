@@ -59,7 +59,7 @@ class JointSample:
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """Of the prefix, then the draws, then padding."""
+        """The segments: of the prefix, then the draws, then padding."""
         ends = list(itertools.accumulate(length for length, _ in self.prefix))
         prefix = [
             Segment((end - length, end), is_text, ((0, end),))
@@ -155,7 +155,7 @@ class VarlenCall:
     longest: tuple[int, int]
     bounds: tuple[Int[Tensor, " n+1"], Int[Tensor, " n+1"]]
     all_keys: bool
-    """Whether the keys are the whole row."""
+    """True if the keys are the whole row."""
 
     @classmethod
     def of(
@@ -276,7 +276,7 @@ class JointRow:
 
 
 def offsets(samples: Sequence[JointSample]) -> Iterator[int]:
-    """Where each sample begins in the row."""
+    """The position in the row at which each sample begins."""
     return itertools.accumulate((sample.length for sample in samples[:-1]), initial=0)
 
 

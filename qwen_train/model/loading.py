@@ -110,7 +110,7 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def _targeted(name: str, targets: list[str] | str) -> bool:
-    """Whether peft would target this layer; peft itself refuses an invalid regular expression."""
+    """True if peft would target this layer; peft itself refuses an invalid regular expression."""
     if not isinstance(targets, str):
         return any(name == target or name.endswith(f".{target}") for target in targets)
     with suppress(re.error):
@@ -243,7 +243,7 @@ def _digest(path: Path, data: Any) -> bytes:
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether the digest at the end of the file is that of its content; read again only when the file has changed."""
+    """True if the digest at the end of the file is that of its content; read again only when the file has changed."""
     try:
         return bool(remembered("modulation table", [path], lambda: _intact_digest(path)))
     except (OSError, ValueError):  # an empty file cannot be mapped

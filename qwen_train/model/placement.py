@@ -1,4 +1,4 @@
-"""Where the blocks are: offloaded, sharded, frozen in few bits; the average of weights."""
+"""The place of the blocks: offloaded, sharded, frozen in few bits; the average of weights."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class BatchLayout:
     image_padding: Bool[Tensor, "B S 1"] | None
     text_padding: Bool[Tensor, "B L 1"] | None
     rotary: tuple[Tensor, Tensor]
-    """Of image and text, as `apply_rotary_embedding` takes them."""
+    """The rotations of image and text, as `apply_rotary_embedding` takes them."""
     attention_mask: Bool[Tensor, "B 1 1 N"] | None = None
     modulate_index: Int[Tensor, "B S"] | None = None
     packing: Packing | None = None

@@ -142,7 +142,7 @@ def _write(
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """As `write_durably`, without a copy in memory: an optimizer's state can be larger than the model."""
+    """`write_durably` without a copy in memory: an optimizer's state can be larger than the model."""
     seen: set[int] = set()
     for name, tensor in tensors.items():  # optimizers may share tensors; safetensors refuses that
         tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor

@@ -35,7 +35,7 @@ from qwen_train.training.start import Start, taken_of
 
 T = TypeVar("T")
 TRIES = 5
-"""Of processes that do not share the output folder, and find another commit each; a commit takes minutes."""
+"""Tries of processes that do not share the output folder, and find another commit each; a commit takes minutes."""
 
 
 class Follower:
@@ -62,7 +62,7 @@ class Follower:
         return follower
 
     def begins(self, step: int) -> bool:
-        """Whether a commit is trained from this step on."""
+        """True if a commit is trained from this step on."""
         return self.taken[-1].step == step
 
     def _begin(self) -> None:

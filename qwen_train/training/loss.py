@@ -111,7 +111,7 @@ class NonFiniteGuard:
     consecutive: int = 0
 
     def skips(self, accelerator: Any, what: str, value: float, labels: Sequence[str]) -> bool:
-        """Whether to skip `what`, computed on the samples `labels`, because it is not finite in some process.
+        """True if to skip `what`, computed on the samples `labels`, because it is not finite in some process.
 
         Raises TrainError if the run must stop.
         """

@@ -228,7 +228,7 @@ def start_image_run(config: Config, folder: Path) -> list[Any]:
 
 
 def takes_images(report_to: str) -> bool:
-    """Whether the tracker takes images; a message if it does not."""
+    """True if the tracker takes images; a message if it does not."""
     if report_to != "none" and report_to not in FORMS:
         text = f"{report_to} takes no images through accelerate ({', '.join(FORMS)} do): see report.html"
         console().print(text, markup=False, highlight=False)

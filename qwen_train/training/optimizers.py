@@ -80,7 +80,7 @@ def apply_settings(config: Config, optimizer: Any, lr_scheduler: Any) -> None:
 
 
 def has_tensor_rate(group: dict[str, Any]) -> bool:
-    """Whether the learning rate is a tensor, as torchao's optimizers need it."""
+    """True if the learning rate is a tensor, as torchao's optimizers need it."""
     return isinstance(group["lr"], Tensor)
 
 
@@ -112,7 +112,7 @@ def optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
 
 
 def has_two_modes(optimizer: Any) -> bool:
-    """Whether an optimizer, or its class, has `train` and `eval`: schedule-free ones do."""
+    """True if an optimizer, or its class, has `train` and `eval`: schedule-free ones do."""
     optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper always has them
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
 

@@ -109,7 +109,7 @@ def naming_lost_connections(launch: Launch) -> Iterator[None]:
 
 
 def any_process(accelerator: Any, flag: bool) -> bool:
-    """Whether `flag` is set in any process, so that all processes act on it at the same point."""
+    """True if `flag` is set in any process, so that all processes act on it at the same point."""
     if accelerator.num_processes == 1:
         return flag
     return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)

@@ -129,7 +129,7 @@ class ShownImage:
     data: bytes
     prompt: str
     true_cfg_scale: float | None
-    """Of several with this prompt."""
+    """The guidance scale, if there are several images with this prompt."""
 
 
 def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:
@@ -369,7 +369,7 @@ def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:
 
 
 def _is_harmless(name: str, value: object) -> bool:
-    """Whether a setting is no free text: a number, a switch, one of a few choices, or a name in a program."""
+    """True if a setting is no free text: a number, a switch, one of a few choices, or a name in a program."""
     if name in NAMES:
         return True
     if isinstance(value, list):

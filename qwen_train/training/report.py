@@ -381,7 +381,7 @@ def _metrics(path: Path) -> tuple[Metrics, int]:
 
 
 def _is_measured(values: Mapping[str, Any]) -> bool:
-    """Whether all values are numbers (NaN and infinities included), and one is the step."""
+    """True if all values are numbers (NaN and infinities included), and one is the step."""
     numbers = all(_is_number(value) or (type(value) is float and not math.isfinite(value)) for value in values.values())
     return numbers and _is_number(values.get("step"))
 

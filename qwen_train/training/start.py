@@ -61,7 +61,7 @@ class Start:
     assistant: WeightedLora | None = None
     """The LoRA of `train.assistant_lora`."""
     assistant_hash: str = ""
-    """Of its file, and its weight; empty as `weights` is, and without an assistant."""
+    """The hash of its file, and its weight; empty as `weights` is, and without an assistant."""
     taken: tuple[TakenIn, ...] = ()
     """The commits that the run has taken in until its newest checkpoint, with `train.follow`."""
 

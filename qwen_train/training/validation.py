@@ -169,7 +169,7 @@ class ValidationImages:
         return f"{count}{guided}, before training, every {every} and after the last"
 
     def due(self, step: int) -> bool:
-        """Whether images are generated after this step; step 0 is before training."""
+        """True if images are generated after this step; step 0 is before training."""
         return step % self.config.images_every_steps == 0 or step == self.max_steps
 
     def write(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:

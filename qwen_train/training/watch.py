@@ -106,7 +106,7 @@ class Watch:
             self._faulty.add(state)
 
     def _has_ended(self) -> bool:
-        """Whether the last step is saved, which comes after its images, and no run holds the lock."""
+        """True if the last step is saved, which comes after its images, and no run holds the lock."""
         try:
             last = load_config(self.folder / CONFIG_NAME).train.max_steps  # a resumed run may have raised it
         except (ConfigError, OSError):

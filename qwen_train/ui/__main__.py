@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from qwen_cache.options import run_app
+from qwen_cache.options import command, run_app
 from qwen_cache.service.http import open_socket
 from qwen_cache.terminal import console, plural, print_json, print_text, verbatim
 from qwen_train.ui.app import address, new_token, only_ui, serve
@@ -18,13 +18,13 @@ from qwen_train.ui.workspace import Workspace
 app = typer.Typer(name="qwen-cache")
 
 
-@app.command()
+@command(app, page="howto/use-the-web-ui.md", examples=())
 def run(
     folder: Path,
     allow: Annotated[list[Path] | None, typer.Option()] = None,
     port: int = 0,
-    no_browser: bool = False,
-    json: bool = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser")] = False,
+    json: Annotated[bool, typer.Option("--json")] = False,
 ) -> int:
     """Open the folder, print the address, and answer until Ctrl-C; return the exit code."""
     workspace, token, token_once = Workspace.open(folder, allow or ()), new_token(), new_token()

@@ -81,7 +81,7 @@ SAFE_HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
-"""Of every answer that has no others."""
+"""The headers of every answer that has no others."""
 REFUSAL = (
     '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     '<link rel="icon" href="data:,"><title>qwen-cache ui</title><h1>{}</h1><p>{}</html>'
@@ -164,7 +164,7 @@ class Access:
         return path
 
     def _is_known(self, given: bytes, *, is_exchange: bool) -> bool:
-        """Whether this is the token, or the one for one use, which is then used up."""
+        """True if this is the token, or the one for one use, which is then used up."""
         if is_exchange and self.token_once and hmac.compare_digest(given, self.token_once):
             self.token_once = b""
             return True

@@ -171,7 +171,7 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
 
     @router.get("/place")
     def place(source: Text, row: Number, filter: Text = "all", search: Text = "", sort: Sort = "source") -> Any:
-        """Where a row is in a view; null if it is not there."""
+        """The position of a row in a view; null if it is not there."""
         found = (sources.get(source).rows(View(filter, search, sort)) == row).nonzero()[0]
         return {"index": int(found[0]) if len(found) else None}
 
@@ -327,7 +327,7 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
 
 
 def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:
-    """Where each image is, and its size or what is wrong with it."""
+    """The place of each image, and its size or what is wrong with it."""
     found: list[dict[str, Any]] = []
     entry = opened.readable(row)
     for role in roles_of(entry):
@@ -391,7 +391,7 @@ def _in(folder: Path, top: Path) -> Iterator[Path]:
 
 
 def _is_table(path: Path) -> bool:
-    """Whether it may be one: other files of JSON are no lists."""
+    """True if it may be one: other files of JSON are no lists."""
     if suffix(path) != ".json":
         return path.is_file()
     try:

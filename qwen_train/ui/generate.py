@@ -262,7 +262,7 @@ def _axes(written: Any) -> list[Axis]:
 
 
 def _place(value: str | None, values: Sequence[str]) -> int:
-    """Where a value stands among those that were typed, which may be written in another way: 0.50 for 0.5."""
+    """The position of a value among those that were typed, which may be written in another way: 0.50 for 0.5."""
     for i, each in enumerate(values):
         if value == each.strip() or _number(value) == _number(each):
             return i

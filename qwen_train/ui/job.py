@@ -60,7 +60,7 @@ class Command:
     arguments: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     processes: int = 1
-    """Of `qwen-train`: more than one are started by torchrun."""
+    """The processes of `qwen-train`: more than one are started by torchrun."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "arguments", tuple(map(str, self.arguments)))
@@ -119,7 +119,7 @@ def signed(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_signed(job: Mapping[str, Any]) -> bool:
-    """Whether the JSON of a job has been signed by this user on this machine."""
+    """True if the JSON of a job has been signed by this user on this machine."""
     given = job.get(SIGNATURE)
     return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, _signature(job))
 
@@ -286,7 +286,7 @@ class Job:
     since: str = ""
     """When the command's process began."""
     is_own: bool = True
-    """Whether this user has added it on this machine."""
+    """True if this user has added it on this machine."""
 
     @property
     def is_ended(self) -> bool:
@@ -352,7 +352,7 @@ class Job:
         return ["stop", "kill", *(["save"] if self.saves() else [])]
 
     def saves(self) -> bool:
-        """Whether the command saves when it is asked to: a run that trains."""
+        """True if the command saves when it is asked to: a run that trains."""
         return self.kind == TRAIN and self.state == "running" and (self.progress() or {}).get("what") == "training"
 
     def to_json(self) -> dict[str, Any]:
@@ -408,7 +408,7 @@ def read_job(folder: Path) -> Job:
 
 
 def _is_valid(job: Mapping[str, Any]) -> bool:
-    """Whether a job that was read is one that can be listed and run again; its folder may come from elsewhere."""
+    """True if a job that was read is one that can be listed and run again; its folder may come from elsewhere."""
     kinds = {"title": str, "kind": str, "about": dict, "created": float}
     command = job["command"]
     is_known = command.program in STARTS and set(command.environment) <= set(VARIABLES)
@@ -446,7 +446,7 @@ def _end_state(folder: Path, ended: Mapping[str, Any]) -> State:
 
 
 def _lives(folder: Path) -> bool:
-    """Whether the processes of a started job live; if not, how it ended is written down by now."""
+    """True if the processes of a started job live; if not, how it ended is written down by now."""
     try:
         with locked(folder / LOCK):
             if not read_json(folder / ENDED):

@@ -173,7 +173,7 @@ _KNOWN = re.compile(r"cpu|mps|[a-z]+:[0-9]+", re.ASCII)
 
 
 def to_start(jobs: Sequence[Job]) -> list[Job]:
-    """Those of the queued jobs, in this order, that may run beside the active ones."""
+    """The queued jobs, in this order, that may run beside the active ones."""
     taken = [job.devices for job in jobs if job.is_active and job.devices]
     checks = sum(job.is_active and not job.devices for job in jobs)
     chosen = []
@@ -192,7 +192,7 @@ def to_start(jobs: Sequence[Job]) -> list[Job]:
 
 
 def have_common(some: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether two jobs on these devices may use the same one."""
+    """True if two jobs on these devices may use the same one."""
     return any(not _KNOWN.fullmatch(each) for each in (*some, *others)) or not set(some).isdisjoint(others)
 
 
@@ -240,7 +240,7 @@ class Queue:
 
     @property
     def paused(self) -> bool:
-        """Whether queued jobs wait until `resume`."""
+        """True if queued jobs wait until `resume`."""
         return bool(self._written().get("paused"))
 
     def list(self) -> list[Job]:

@@ -49,7 +49,7 @@ from qwen_train.ui.workspace import Workspace
 # `data.allow_urls`.
 
 IsInside = Callable[[Path], bool]
-"""Whether a file is in the opened folders, after links are followed."""
+"""True if a file is in the opened folders, after links are followed."""
 ALLOW = "open its folder too: qwen-cache ui --allow FOLDER"
 
 
@@ -150,7 +150,7 @@ class Shown:
     flags: Mapping[str, Sequence[int]]
     """The rows of each finding, in their order: groups one after another."""
     pixels: npt.NDArray[np.float64] | None
-    """Of each target; NaN where unknown."""
+    """Pixels of each target; NaN where unknown."""
 
 
 def text_of(entry: Entry) -> str:
@@ -159,7 +159,7 @@ def text_of(entry: Entry) -> str:
 
 
 def has(entry: Entry, row: int, name: str, with_problems: Collection[int]) -> bool:
-    """Whether a row belongs to one of `FILTERS`."""
+    """True if a row belongs to one of `FILTERS`."""
     match name:
         case "problems":
             return row in with_problems
@@ -358,7 +358,7 @@ class OpenSource:
             self.list_again()
 
     def is_current(self) -> bool:
-        """Whether no file has changed since the list was made, as far as times tell."""
+        """True if no file has changed since the list was made, as far as times tell."""
         return self._stamp == self._stamp_now()
 
     def count_edit(self, *, is_current: bool) -> None:
@@ -469,7 +469,7 @@ class OpenSource:
         return list(known.values())
 
     def other_problems(self) -> list[Problem]:
-        """Those of no row."""
+        """Problems that belong to no row."""
         places = {entry.where for entry in self.entries}
         checked = [problem for where, each in self.checked.items() if where not in places for problem in each]
         return list(dict.fromkeys([*self.general, *checked]))

@@ -80,7 +80,7 @@ class MetricsFile:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether the last line has no end yet."""
+        """True if the last line has no end yet."""
         return bool(self._rest)
 
     def snapshot(self) -> tuple[dict[str, tuple[Steps, Values]], dict[str, int]]:
@@ -139,7 +139,7 @@ def parsed(line: bytes) -> dict[str, float] | None:
 
 
 def _is_measured(value: Any) -> bool:
-    """Whether this is a number that a run can write: NaN and infinities too, nothing else beyond any float32."""
+    """True if this is a number that a run can write: NaN and infinities too, nothing else beyond any float32."""
     if type(value) not in (int, float):
         return False
     return abs(value) <= LARGEST or (type(value) is float and not math.isfinite(value))
@@ -369,7 +369,7 @@ HOLDER = re.compile(r"process (\d+) on (.*)")
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written to the folder: its files, not links to files elsewhere."""
+    """True if a run has written to the folder: its files, not links to files elsewhere."""
     return all((folder / name).is_file() and not is_link(folder / name) for name in (METRICS_NAME, CONFIG_NAME))
 
 
@@ -423,7 +423,7 @@ def newest(folder: Path) -> dict[str, float]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether the process that is named in the run's lock exists; the lock itself is left alone, a run may want it."""
+    """True if the process that is named in the run's lock exists; the lock itself is left alone, a run may want it."""
     try:
         with open(open_file(folder / LOCK, follow_links=False), "rb") as file:
             file.seek(1)  # Windows lets nobody else read the first byte of a lock

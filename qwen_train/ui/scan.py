@@ -74,7 +74,7 @@ class Findings:
     flags: Mapping[str, Sequence[int]]
     groups: Mapping[str, Sequence[Sequence[int]]]
     pixels: Floats
-    """Of each target; NaN where it is not known."""
+    """Pixels of each target; NaN where it is not known."""
     reasons: Mapping[int, str]
     """Why an image of a row cannot be read."""
     by_row: Mapping[int, Sequence[str]] = field(default_factory=dict)

@@ -44,7 +44,7 @@ OPTIONS = {
 }
 """The options of `qwen-train run` that override a setting; all others are changed with --set."""
 OF_PLAN = ("model.path", "model.transformer")
-"""Those that `qwen-train plan` has too."""
+"""The options that `qwen-train plan` has too."""
 OF_ENCODING = ("cache.", "model.", "validation.prompts", "validation.source", "validation.cache")
 CPU = "cpu"
 AUTO = "auto"
@@ -66,7 +66,7 @@ class Form(BaseModel):
     gpu_memory: int | None = None
     """Bytes, for the plan."""
     has_gpus: bool = False
-    """Whether this machine has GPUs, which are then hidden from a run on the CPU."""
+    """True if this machine has GPUs, which are then hidden from a run on the CPU."""
 
 
 class Continued(BaseModel):

@@ -76,7 +76,7 @@ class Workspace:
         raise RefusedError(403, f"{path} is outside the opened folders", do)
 
     def is_inside(self, path: Path) -> bool:
-        """Whether a path is in an opened folder, after links are followed."""
+        """True if a path is in an opened folder, after links are followed."""
         return self._has((self.folder / path).resolve())
 
     def _has(self, resolved: Path) -> bool:
@@ -244,9 +244,9 @@ def written_page(folder: Path, name: str, *, is_alone: bool = False) -> FileResp
 # Images of the opened folders, decoded by many threads at once in limited memory.
 
 M_MMAP_THRESHOLD = -3
-"""Of mallopt(3)."""
+"""A parameter of mallopt(3)."""
 PIXELS = 100_000_000
-"""Of the images that are decoded at once. Each pixel takes about 8 bytes until it is scaled down, so that is 0.8 GB."""
+"""Pixels of images that are decoded at once. Each takes about 8 bytes until it is scaled down, so that is 0.8 GB."""
 
 
 def return_large_blocks() -> None:
