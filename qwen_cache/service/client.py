@@ -410,15 +410,16 @@ Row = Callable[[], tuple[Mapping[str, str], Sequence[tuple[str, bytes]]]]
 class Client:
     """A connection to the server at `url`; safe to use from many threads. Raises ConfigError for a useless address.
 
-    `token` is that of the server's --token-file; by default the environment variable QWEN_CACHE_TOKEN.
+    `token` is that of the server's --token-file; by default the environment variable QWEN_CACHE_TOKEN. A `known` server
+    is waited for from the first request on; of another the address may be wrong.
     """
 
-    def __init__(self, url: str, token: str | None = None, patience: float = PATIENCE) -> None:
+    def __init__(self, url: str, token: str | None = None, patience: float = PATIENCE, *, known: bool = False) -> None:
         self._connection = Connection(url, os.environ.get(TOKEN) if token is None else token)
         self.url, self.patience = self._connection.url, patience
         self._description: Description | None = None
-        self._answered = False
-        """True if the server has answered a request."""
+        self._answered = known
+        """True if there is a server: it has answered a request."""
         self._closed = Event()
         self._telling, self._told = Lock(), -EVERY
 

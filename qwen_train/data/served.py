@@ -61,7 +61,7 @@ class OwnServer:
             print(self._token, file=self._process.stdin, flush=True)
         if not (url := self._process.stdout.readline().strip()):
             self.check(wait=True)
-        return Client(url, self._token)
+        return Client(url, self._token, known=True)
 
     def check(self, *, wait: bool = False) -> None:
         """TrainError if the process has ended."""
@@ -122,7 +122,7 @@ class ServedSamples:
             self._opened = opened.pop_all()
 
     def _plan(self, config: Config, source: str) -> None:
-        self._job, self._planned = plan_at(config, source, self._client)
+        self._job, self._planned = self._waited(self._threads.submit(plan_at, config, source, self._client))
         job = self._job
         tokens = self._waited(self._threads.submit(text_tokens, self._client, self._planned))
         shapes = [sample.img_shapes for sample in self._planned]
