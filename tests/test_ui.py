@@ -585,6 +585,37 @@ def test_a_page_opens_whatever_the_browser_kept(project: Path, value: str) -> No
         assert errors == []
 
 
+COUNTED = """() => {
+  const send = window.fetch;
+  window.asked = 0;
+  window.fetch = (path, ...more) => { if (path === "/api/jobs") window.asked += 1; return send(path, ...more); };
+}"""
+
+
+@pytest.mark.slow  # a browser
+def test_a_page_has_one_poll_of_the_jobs(project: Path) -> None:
+    """Whenever the longest pause has passed, at most one request is sent, and the next one after its answer."""
+    write_run(project)
+    with served(project) as ui, chromium() as browser:
+        page = new_page(browser)
+        page.clock.install()
+        page.add_init_script(f"({COUNTED})()")
+        enter(page, ui)
+        for name in PAGES:
+            page.goto(f"{ui}/{name}")
+            page.wait_for_selector("body[data-folder]")
+            page.wait_for_load_state("networkidle")
+            page.clock.pause_at(page.evaluate("Date.now()") / 1000 + 1)
+            first = before = page.evaluate("asked")
+            while before < first + 4:
+                page.clock.fast_forward(3000)
+                now = page.evaluate("asked")
+                assert now - before <= 1, name
+                before = now
+                page.wait_for_timeout(200)
+            page.clock.resume()
+
+
 @pytest.mark.slow  # a browser
 def test_windows_get_the_token_from_the_address_or_from_one_another(project: Path) -> None:
     write_run(project)

@@ -413,7 +413,7 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         page.locator(".job .state").wait_for()
         page.reload()
         page.locator(".job .state").wait_for()
-        assert page.locator(".job .state").inner_text() == "queued: the queue is paused, see the Queue page"
+        assert page.locator(".job .state").inner_text() == "queued: the queue is paused, see the Queue page, on cuda:1"
         assert page.input_value("#source") == "other photos"
 
         about = new_page(browser)  # without the token

@@ -731,7 +731,8 @@ def test_the_page_in_a_browser(folder: Path, queue: Queue) -> None:
         with open(job.folder / OUTPUT, "ab") as file:
             file.write("<b>é</b>\n".encode())
         page.get_by_text("encoding 1/4, 1 min 30 s left").wait_for()
-        assert "vae-0 on cpu: 3 done, 50 % busy" in page.locator("#active .job").inner_text()
+        lane = page.locator("#active .lanes li").inner_text()
+        assert lane.split("\n") == ["vae-0 on cpu", "3 images done, 50 % busy"]
         card = page.locator(f"[data-job='{first}']")
         card.get_by_text("Output").click()
         card.get_by_text("<b>é</b>").wait_for()

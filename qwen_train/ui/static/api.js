@@ -15,11 +15,12 @@ export class ApiError extends Error {
   }
 }
 
-// The answer to a request, which carries the token: sent as soon as this tab has one, and again if the program has another.
+// The answer to a request, which carries the token: sent as soon as this tab has one, and again if the program has
+// another.
 export async function ask(path, options = {}) {
   for (;;) {
-    const token = await currentToken();
-    const response = await send(path, { ...options, headers: { ...options.headers, Authorization: `Bearer ${token}` } });
+    const token = await currentToken(), headers = { ...options.headers, Authorization: `Bearer ${token}` };
+    const response = await send(path, { ...options, headers });
     if (response.ok) return response;
     if (response.status !== 401) throw new ApiError(response.status, (await json(response)) ?? {});
     forget(token);
@@ -52,11 +53,12 @@ async function request(path, options) {
 
 export const get = (path, options = {}) => request(path, options);
 
-export const post = (path, body = {}, options = {}) =>
-  request(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...options });
+const sent = (type, path, body, options) =>
+  request(path, { method: "POST", headers: { "Content-Type": type }, body, ...options });
 
-export const upload = (path, blob, options = {}) =>
-  request(path, { method: "POST", headers: { "Content-Type": "application/octet-stream" }, body: blob, ...options });
+export const post = (path, body = {}, options = {}) => sent("application/json", path, JSON.stringify(body), options);
+
+export const upload = (path, blob, options = {}) => sent("application/octet-stream", path, blob, options);
 
 // Show the image at a path of the program; returns its element.
 export function showImage(img, path) {
@@ -81,15 +83,28 @@ export function element(tag, properties = {}, ...children) {
   return made;
 }
 
+export const at = (id) => document.getElementById(id);
+
+// Set a text, unless it is there already: what is selected in it stays.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+// Make these the children of `place`, in this order. Those that are in their places stay untouched, and keep the focus.
+export function arrange(place, nodes) {
+  for (const old of [...place.children]) if (!nodes.includes(old)) old.remove();
+  nodes.forEach((node, i) => { if (place.children[i] !== node) place.insertBefore(node, place.children[i] ?? null); });
+}
+
 // What a screen reader says, without moving the focus.
 export function announce(text) {
-  document.getElementById("announcements").textContent = text;
+  at("announcements").textContent = text;
 }
 
 export function showError(error) {
   if (error.name === "AbortError") return;
   const lines = error.lines ?? [String(error.message ?? error)];
-  document.getElementById("errors").replaceChildren(
+  at("errors").replaceChildren(
     element("div", { class: "error" },
       element("p", {}, lines[0]),
       ...lines.slice(1).map((line) => element("p", { class: "detail" }, line)),
@@ -98,7 +113,7 @@ export function showError(error) {
 }
 
 export function clearError() {
-  document.getElementById("errors").replaceChildren();
+  at("errors").replaceChildren();
 }
 
 // Run an action of the user; its error is shown, and the control is disabled meanwhile.
@@ -114,24 +129,25 @@ export async function act(control, action) {
   }
 }
 
-// Call `look` now and after every pause, while the page is visible. The returned function calls it at once.
-export function poll(look, pause = 1000) {
-  let timer, running = false, again = false, isLost = false;
-  async function now() {
+// Call `look` now and after every pause, which is longer while the page is hidden. The returned function lets it look
+// now, or after the look under way; its promise ends with that look, whose error is shown.
+export function poll(look, pause = () => 1000) {
+  let timer, next = null, last = Promise.resolve(), isLost = false;
+  async function once() {
+    next = null;
     clearTimeout(timer);
-    if (running) { again = true; return; }
-    running = true;
     try {
       await look();
-      if (isLost) { clearError(); isLost = false; }
+      if (isLost) clearError();
+      isLost = false;
     } catch (error) {
       showError(error);
       isLost = error.status === 0;
     }
-    running = false;
-    timer = setTimeout(now, again ? 0 : document.hidden ? 10 * pause : pause);
-    again = false;
+    clearTimeout(timer);
+    timer = setTimeout(now, document.hidden ? 10 * pause() : pause());
   }
+  const now = () => next ??= last = last.then(once);
   document.addEventListener("visibilitychange", () => { if (!document.hidden) now(); });
   now();
   return now;

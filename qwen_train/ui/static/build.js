@@ -1,15 +1,14 @@
 // The Build page: a form that is a command line, its plan, and the jobs that build, verify and inspect.
 
-import { act, announce, clearError, commandLine, element, get, keptAs, poll, post, showError } from "./api.js";
-import { isActive, JobCards, setText } from "./build_jobs.js";
+import { act, announce, at, clearError, element, get, post, setText, showError } from "./api.js";
 import { showPlan } from "./build_plan.js";
+import { CommandForm } from "./command_form.js";
 import { deviceList, deviceSelect } from "./devices.js";
-import { keepAt, keptAt } from "./kept.js";
+import { JobCards } from "./job_card.js";
+import { isEnded, look, newestFirst, onJobs } from "./jobs.js";
 import { SettingsForm } from "./settings_form.js";
 import { signed } from "./token.js";
 
-const at = (id) => document.getElementById(id);
-const KEEP = keptAs("build"), PAUSE = 300; // milliseconds without a key, before the command is asked for
 const FIELDS = { source: "data.source", model: "model.path", cache: "cache.path", format: "cache.format" };
 const OWN = [...Object.values(FIELDS), "cache.vae_device", "cache.text_device", "cache.reuse"];
 const COMMON = [
@@ -17,20 +16,26 @@ const COMMON = [
   "cache.dtype", "cache.text_quantization", "cache.text_offload", "cache.thumbnails",
 ];
 
-let base, line = "", timer, asked = 0, planned = null, jobs = [], shownMeasure = "";
+let base, planned = null, jobs = [], shownMeasure = "";
 const devices = {};
-const BUTTONS = ["plan", "measure", "start"];
+const swapped = (value) => Object.fromEntries(Object.entries(value).map(([name, key]) => [key, name]));
 
-// Whether a button has nothing to do: there is no command, or it would measure a server.
-const isUseless = (name) => !line || (name === "measure" && form().at !== "");
+const settings = new SettingsForm(at("settings"), {
+  sections: ["data", "cache", "model"], common: COMMON, without: OWN, onchange: changed,
+});
+const form = new CommandForm({
+  name: "build", path: "/api/build/command", body: values, values: kept, settings, place: at("command"),
+  fields: { ...swapped(FIELDS), "cache.reuse": "reuse", watch: "watch", at: "server" },
+  buttons: ["plan", "measure", "start"],
+  isUseless: (name) => name === "measure" && values().at !== "", // it would measure a server
+  onanswer: showOutdated,
+});
 
-const settings = new SettingsForm(at("settings"), { sections: ["data", "cache", "model"], common: COMMON, without: OWN, onchange: changed });
-
-// ---- the form ----------------------------------------------------------------------------------------------------
+// ---- the form -------------------------------------------------------------------------------------------------------
 
 const mode = () => at("build").elements.mode.value;
 
-function form() {
+function values() {
   return {
     ...Object.fromEntries(Object.keys(FIELDS).map((name) => [name, at(name).value.trim()])),
     vae_device: devices.vae.value, text_device: devices.text.value, at: at("server").value.trim(),
@@ -40,21 +45,21 @@ function form() {
 }
 
 // What differs from qwen.yaml is kept in this browser.
-function keep() {
-  const { changes, ...now } = form();
-  const values = Object.entries(now).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(base[name]));
-  keepAt(KEEP, Object.fromEntries(values));
+function kept() {
+  const { changes, ...now } = values();
+  const isOther = ([name, value]) => JSON.stringify(value) !== JSON.stringify(base[name]);
+  return Object.fromEntries(Object.entries(now).filter(isOther));
 }
 
-function fill(values) {
-  for (const name of Object.keys(FIELDS)) at(name).value = values[name] ?? "";
-  devices.vae.set(values.vae_device);
-  devices.text.set(values.text_device);
-  at("server").value = values.at;
-  at("reuse").value = values.reuse.join(", ");
-  at("watch").value = values.watch;
-  at("rehash").checked = values.rehash;
-  at(`mode-${values.mode}`).checked = true;
+function fill(given) {
+  for (const name of Object.keys(FIELDS)) at(name).value = given[name] ?? "";
+  devices.vae.set(given.vae_device);
+  devices.text.set(given.text_device);
+  at("server").value = given.at;
+  at("reuse").value = given.reuse.join(", ");
+  at("watch").value = given.watch;
+  at("rehash").checked = given.rehash;
+  at(`mode-${given.mode}`).checked = true;
 }
 
 function showMode() {
@@ -64,60 +69,12 @@ function showMode() {
 }
 
 function changed() {
-  if (!base) return;
+  if (!settings.settings) return;
   showMode();
-  keep();
-  clearTimeout(timer);
-  timer = setTimeout(() => ask().catch(showError), PAUSE);
+  form.changed();
 }
 
-// ---- the command -------------------------------------------------------------------------------------------------
-
-async function ask() {
-  const number = (asked += 1);
-  const answer = await post("/api/build/command", form());
-  if (number !== asked) return; // a newer question
-  if (answer.line !== line || !at("command").firstChild) {
-    line = answer.line;
-    at("command").replaceChildren(line ? commandLine(line) : element("p", { class: "muted" }, "No command yet: see below what is missing."));
-  }
-  showProblems(answer.problems);
-  for (const name of BUTTONS) at(name).disabled = isUseless(name);
-  showOutdated();
-}
-
-function showProblems(problems) {
-  const texts = {};
-  for (const each of problems) texts[each.key] ??= text(each);
-  for (const [key, id] of Object.entries({ ...swapped(FIELDS), "cache.reuse": "reuse", watch: "watch", at: "server" })) {
-    const note = at(`${id}-problem`);
-    note.textContent = texts[key] ?? "";
-    note.hidden = !(key in texts);
-    if (key in texts) at(id).setAttribute("aria-invalid", "true");
-    else at(id).removeAttribute("aria-invalid");
-  }
-  settings.showProblems(Object.fromEntries(Object.entries(texts).filter(([key]) => !OWN.includes(key))));
-  const lines = problems.map((each) => [each.key, text(each)].filter(Boolean).join(": "));
-  const list = at("problems");
-  if (list.dataset.shown === lines.join("\n")) return;
-  list.dataset.shown = lines.join("\n");
-  list.hidden = !lines.length;
-  list.replaceChildren(...(lines.length ? [element("ul", {}, ...lines.map((each) => element("li", {}, each)))] : []));
-}
-
-const swapped = (value) => Object.fromEntries(Object.entries(value).map(([name, key]) => [key, name]));
-
-const text = (problem) => [problem.what, problem.expected && `expected ${problem.expected}`, problem.found && `found ${problem.found}`,
-  problem.do && `→ ${problem.do}`].filter(Boolean).join(", ").replace(", →", " →");
-
-// The command of the form as it is now, before a button uses it.
-async function settled() {
-  clearTimeout(timer);
-  await ask();
-  return form();
-}
-
-// ---- the plan ----------------------------------------------------------------------------------------------------
+// ---- the plan -------------------------------------------------------------------------------------------------------
 
 // `made`: when it was made, in seconds, to compare with the builds since.
 function show(answer, made) {
@@ -129,21 +86,20 @@ function show(answer, made) {
 
 function showOutdated() {
   if (!planned) return;
-  const isOther = planned.line !== line;
+  const isOther = planned.line !== form.line;
   const isOld = jobs.some((job) => job.kind === "build" && job.started > planned.made);
-  const words = isOther ? "Outdated: the form has changed since. Plan again." : isOld ? "Outdated: a build has run since. Plan again." : "";
-  at("plan-place").classList.toggle("outdated", Boolean(words));
-  setText(at("plan-outdated"), words);
-  at("plan-outdated").hidden = !words;
+  const why = isOther ? "the form has changed since" : isOld ? "a build has run since" : "";
+  at("plan-place").classList.toggle("outdated", Boolean(why));
+  setText(at("plan-outdated"), why && `Outdated: ${why}. Plan again.`);
+  at("plan-outdated").hidden = !why;
 }
 
 async function plan() {
-  const given = await settled();
-  if (!line) return;
   announce("planning");
   at("plan").textContent = "Planning…";
   try {
-    const answer = await post("/api/build/plan", given);
+    const answer = await form.send("/api/build/plan");
+    if (!answer) return;
     show(answer, answer.made);
     announce("planned");
     at("plan-title").focus();
@@ -152,101 +108,120 @@ async function plan() {
   }
 }
 
-async function start(name) {
-  const given = await settled();
-  if (!line) return;
-  const job = await post(`/api/build/${name}`, given);
-  announce(`${job.title}: ${job.state}`);
-  await look();
-  document.querySelector(`[data-job="${job.id}"]`)?.scrollIntoView({ block: "nearest" });
-}
-
 // The result of the newest measuring is the plan, once.
 async function showMeasured(job) {
-  if (!job || job.state !== "done" && job.state !== "failed" || shownMeasure === job.id) return;
+  if (!job || !["done", "failed"].includes(job.state) || shownMeasure === job.id) return;
   shownMeasure = job.id;
   const answer = await get(`/api/build/measured/${job.id}`);
   if (answer.plan && (!planned || planned.made < job.started)) show(answer, job.started);
 }
 
-// ---- jobs --------------------------------------------------------------------------------------------------------
+// ---- jobs -----------------------------------------------------------------------------------------------------------
 
-const cards = new JobCards(at("jobs"), { onchange: () => now(), links: buildLinks });
-const cacheCards = new JobCards(at("cache-jobs"), { onchange: () => now(), again: "Again", links: cacheLinks });
+const cards = new JobCards({ extra: showBuilt });
+const cacheCards = new JobCards({ extra: showFound });
 
-function buildLinks(job, card) {
-  if (job.state !== "done" || card.extra.firstChild || job.kind !== "build") return;
-  const go = element("button", { type: "button", onclick: () => act(go, () => begin("look", job.about.cache)) }, "Look at the cache");
-  card.extra.append(element("div", { class: "row" }, go, element("a", { href: "/train" }, "Train from it")));
+// What a build says that it did, and what comes next.
+async function showBuilt(job, card) {
+  if (job.kind !== "build" || !["done", "stopped"].includes(job.state) || card.isFilled) return;
+  card.isFilled = true;
+  const summary = element("p", { class: "summary" });
+  const go = element("button", { type: "button" }, "Look at the cache");
+  go.addEventListener("click", () => begin(go, "look", job.about.cache));
+  const next = element("div", { class: "row" }, go, element("a", { href: "/train" }, "Train from it"));
+  card.extra.append(summary, ...(job.state === "done" ? [next] : []));
+  await card.output.read(job);
+  summary.textContent = summaryOf(card.output.log.textContent);
 }
 
-async function cacheLinks(job, card) {
-  if (job.kind === "inspect" && job.state === "done" && job.is_own && !card.extra.firstChild) { // no page that came with the folder
+// The lines of a build that say what it did; the newest ones, if it builds again and again.
+function summaryOf(output) {
+  const isSaid = (line) => /^(done in |nothing to do: |.* holds \d|.* finished and kept;)/.test(line);
+  return output.split("\n").filter(isSaid).slice(-4).join("\n");
+}
+
+// What was found about a cache; a page that came with the folder is not opened.
+async function showFound(job, card) {
+  if (!isEnded(job) || card.isFilled) return;
+  card.isFilled = true;
+  if (job.kind === "inspect" && job.state === "done" && job.is_own) {
     const link = element("a", { target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`);
     card.extra.append(element("p", {}, link));
     link.href = await signed(`/written/inspect/${job.about.page}`);
   }
-  if (job.kind === "verify" && ["done", "failed"].includes(job.state) && !card.extra.firstChild) {
-    card.extra.append(element("p", {}, "…"));
+  if (job.kind === "verify" && ["done", "failed"].includes(job.state)) {
     const { document: result } = await get(`/api/jobs/${job.id}/result`);
-    card.extra.replaceChildren(...verified(result));
+    card.extra.append(...verified(result));
   }
 }
 
 function verified(result) {
   if (!result) return [];
   if (result.ok) return [element("p", { class: "ok" }, "All checksums match.")];
-  return [element("p", { class: "problem" }, `Faults: ${result.findings.length}. A build with --repair encodes damaged samples again.`),
-    element("ul", { class: "listed" }, ...result.findings.slice(0, 100).map((each) => element("li", {}, Object.values(each).filter((part) => typeof part === "string").join(": "))))];
+  const { findings } = result, repair = "A build with --repair encodes damaged samples again.";
+  const line = (each) => Object.values(each).filter((part) => typeof part === "string").join(": ");
+  return [
+    element("p", { class: "problem" }, `Faults: ${findings.length}. ${repair}`),
+    element("ul", { class: "listed" }, ...findings.slice(0, 100).map((each) => element("li", {}, line(each)))),
+  ];
 }
 
-// The active jobs of these kinds, and the newest that has ended of each kind.
+// The jobs of these kinds that have not ended, and the newest that has ended of each kind.
 function shown(kinds) {
-  const mine = jobs.filter((job) => kinds.includes(job.kind));
-  const newest = kinds.map((kind) => mine.filter((job) => job.kind === kind && !isActive(job)).sort((a, b) => b.created - a.created)[0]);
-  return mine.filter((job) => isActive(job) || newest.includes(job)).sort((a, b) => b.created - a.created);
+  const mine = newestFirst(jobs.filter((job) => kinds.includes(job.kind)));
+  const newest = kinds.map((kind) => mine.find((job) => job.kind === kind && isEnded(job)));
+  return mine.filter((job) => !isEnded(job) || newest.includes(job));
 }
 
-async function look() {
-  const answer = await get("/api/jobs");
+async function showJobs(answer) {
   jobs = answer.jobs;
-  const builds = shown(["build", "measure"]);
-  cards.show(builds, jobs, answer.paused);
+  const builds = shown(["build", "measure"]), active = builds.filter((job) => !isEnded(job));
   at("no-jobs").hidden = builds.length > 0;
-  const active = builds.filter(isActive);
   at("active").hidden = !active.length;
   setText(at("active-title"), active.map((job) => `${job.title}: ${job.state}`).join(", "));
-  cacheCards.show(shown(["inspect", "verify"]), jobs, answer.paused);
-  await showMeasured(jobs.filter((job) => job.kind === "measure").sort((a, b) => b.created - a.created)[0]);
+  await Promise.all([
+    cards.show([[at("jobs"), builds]], answer),
+    cacheCards.show([[at("cache-jobs"), shown(["inspect", "verify"])]], answer),
+    showMeasured(newestFirst(jobs.filter((job) => job.kind === "measure"))[0]),
+  ]);
   showOutdated();
 }
 
-async function begin(name, cache) {
-  const job = await post(`/api/build/${name}`, { cache });
-  announce(`${job.title}: ${job.state}`);
+// Show the card of a new job.
+async function reveal(job) {
   await look();
-  document.querySelector(`[data-job="${job.id}"]`)?.scrollIntoView({ block: "nearest" });
+  for (const each of [cards, cacheCards]) each.reveal(job);
 }
 
-// ---- the beginning -----------------------------------------------------------------------------------------------
+async function start(name) {
+  const job = await form.send(`/api/build/${name}`);
+  if (job) await reveal(job);
+}
 
-let now = () => {};
+const begin = (button, name, cache) => act(button, async () => reveal(await post(`/api/build/${name}`, { cache })));
+
+// ---- the beginning --------------------------------------------------------------------------------------------------
+
+function offer(list, names) { at(list).replaceChildren(...names.map((value) => element("option", { value }))); }
+
+const deviceChoice = (title, about) => deviceSelect(title, { several: true, about, onchange: changed });
 
 async function open() {
-  const { values, models, caches } = await get("/api/build");
-  base = {
-    ...Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, values[key] ?? ""])),
-    vae_device: values["cache.vae_device"], text_device: values["cache.text_device"], reuse: values["cache.reuse"],
-    at: "", mode: "new", watch: 10, rehash: false,
-  };
-  at("models").replaceChildren(...models.map((name) => element("option", { value: name })));
-  at("caches").replaceChildren(...caches.map((name) => element("option", { value: name })));
-  devices.vae = deviceSelect("VAE", { several: true, about: "Encodes the images. With several devices, each encodes other samples.", onchange: changed });
-  devices.text = deviceSelect("Text encoder", { several: true, about: "Encodes prompts. Jobs with auto wait for all others; name devices to run beside them.", onchange: changed });
+  const { values: found, models, caches } = await get("/api/build");
+  const own = Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, found[key] ?? ""]));
+  offer("models", models);
+  offer("caches", caches);
+  devices.vae = deviceChoice("VAE", "Encodes the images. With several devices, each encodes other samples.");
+  devices.text = deviceChoice(
+    "Text encoder", "Encodes prompts. Jobs with auto wait for all others; name devices to run beside them.");
   at("device-list").append(deviceList());
   at("device-choices").append(devices.vae.node, devices.text.node);
-  const given = new URLSearchParams(location.search).get("source");
-  fill({ ...base, ...keptAt(KEEP), ...(given ? { source: given } : {}) });
+  base = {
+    ...own, vae_device: found["cache.vae_device"], text_device: found["cache.text_device"],
+    reuse: found["cache.reuse"], at: "", mode: "new", watch: 10, rehash: false,
+  };
+  const source = new URLSearchParams(location.search).get("source");
+  fill({ ...base, ...form.kept, ...(source ? { source } : {}) });
   at("looked").value = at("cache").value;
   await settings.load();
   showMode();
@@ -258,11 +233,13 @@ async function open() {
     });
   }
   for (const [name, action] of [["plan", plan], ["measure", () => start("measure")], ["start", () => start("start")]]) {
-    at(name).addEventListener("click", () => act(at(name), action).then(() => { at(name).disabled = isUseless(name); }));
+    at(name).addEventListener("click", () => form.act(name, action));
   }
-  for (const name of ["look", "verify"]) at(name).addEventListener("click", () => act(at(name), () => begin(name, at("looked").value)));
-  await ask();
-  now = poll(look);
+  for (const name of ["look", "verify"]) {
+    at(name).addEventListener("click", () => begin(at(name), name, at("looked").value));
+  }
+  await form.ask();
+  onJobs(showJobs);
 }
 
 open().then(clearError, showError);

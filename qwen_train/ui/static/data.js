@@ -359,4 +359,4 @@ get("/api/data/sources").then(async (known) => {
   byId("sources").replaceChildren(...known.sources.map((value) => element("option", { value })));
   if (!page.source) await open(known.default);
 }).catch(showError);
-lookAgain = poll(look, SLOW);
+lookAgain = poll(look, () => SLOW);

@@ -1,7 +1,7 @@
 // A form of settings: each with its description, its value in qwen.yaml and its default. Only what differs from
 // qwen.yaml is a change; changes are kept in this browser for the opened folder.
 
-import { element, get, keptAs } from "./api.js";
+import { at, element, get, keptAs, setText } from "./api.js";
 import { keepAt, keptAt } from "./kept.js";
 
 const storageOf = (path) => keptAs(`settings ${path}`);
@@ -9,23 +9,34 @@ const storageOf = (path) => keptAs(`settings ${path}`);
 // The changes that this browser keeps for the form of the page at `path`.
 export const keptChanges = (path) => keptAt(storageOf(path));
 
+// Show at an input what is wrong with it, if anything; the parts of the page that it is in are opened.
+export function showProblem(input, text = "") {
+  const note = at(`${input.id}-problem`);
+  setText(note, text);
+  note.hidden = !text;
+  if (!text) return input.removeAttribute("aria-invalid");
+  input.setAttribute("aria-invalid", "true");
+  for (let part = input.closest("details"); part; part = part.parentElement.closest("details")) part.open = true;
+}
+
 export class SettingsForm {
-  // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a summary,
-  // except those in `without`, which the page asks for itself.
+  // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a
+  // summary, except those in `without`, which the page asks for itself.
   constructor(place, { sections, common, without = [], onchange = () => {} }) {
     Object.assign(this, { place, sections, common, without, onchange, storage: storageOf(location.pathname) });
     this.changes = keptChanges(location.pathname);
   }
 
   async load() {
-    const settings = await get(`/api/settings?sections=${encodeURIComponent(this.sections.join(","))}`);
+    const settings = await get(`/api/settings?${new URLSearchParams({ sections: this.sections.join(",") })}`);
     this.settings = settings.filter((each) => !this.without.includes(each.key));
     const known = new Map(this.settings.map((each) => [each.key, each]));
     this.changes = Object.fromEntries(Object.entries(this.changes).filter(([key]) => known.has(key)));
     const first = this.common.map((key) => known.get(key)).filter(Boolean);
     const others = this.settings.filter((each) => !this.common.includes(each.key));
     const search = element("input", {
-      type: "search", "aria-label": "Search all settings", placeholder: "search all settings", oninput: () => this.search(search.value),
+      type: "search", "aria-label": "Search all settings", placeholder: "search all settings",
+      oninput: () => this.search(search.value),
     });
     this.others = element("div", { class: "settings" }, ...others.map((each) => this.row(each)));
     this.place.replaceChildren(
@@ -42,20 +53,9 @@ export class SettingsForm {
     return key in this.changes ? this.changes[key] : this.settings.find((each) => each.key === key)?.value;
   }
 
-  // What is wrong with settings, as {key: text}, each at its own; returns those of settings that the form does not have.
+  // What is wrong with settings, as {key: text}, each at its own; those of other forms are not shown.
   showProblems(problems) {
-    const left = { ...problems };
-    for (const { key } of this.settings) {
-      const input = document.getElementById(`setting-${key}`), note = document.getElementById(`setting-${key}-problem`);
-      note.textContent = left[key] ?? "";
-      note.hidden = !(key in left);
-      if (key in left) {
-        input.setAttribute("aria-invalid", "true");
-        for (let parent = input.parentElement; parent; parent = parent.parentElement) if (parent.tagName === "DETAILS") parent.open = true;
-      } else input.removeAttribute("aria-invalid");
-      delete left[key];
-    }
-    return left;
+    for (const { key } of this.settings) showProblem(at(`setting-${key}`), problems[key]);
   }
 
   search(text) {
@@ -75,31 +75,42 @@ export class SettingsForm {
     const id = `setting-${setting.key}`, value = this.value(setting.key);
     const input = control(setting, value, id);
     const back = element("button", {
-      type: "button", class: "quiet", "aria-label": `Undo the change of ${setting.key}`, hidden: !(setting.key in this.changes),
-      onclick: () => { show(input, setting, setting.value); this.set(setting.key, setting.value); back.hidden = true; input.focus(); },
+      type: "button", class: "quiet", "aria-label": `Undo the change of ${setting.key}`,
+      hidden: !(setting.key in this.changes),
+      onclick: () => {
+        show(input, setting, setting.value);
+        this.set(setting.key, setting.value);
+        back.hidden = true;
+        input.focus();
+      },
     }, "Undo");
     input.addEventListener("change", () => {
       this.set(setting.key, read(input, setting));
       back.hidden = !(setting.key in this.changes);
     });
     const note = setting.default === null || setting.default === "" ? "" : ` Default: ${text(setting.default)}.`;
-    return element("div", { class: "setting", "data-search": [setting.key, setting.description, ...setting.other_names].join(" ").toLowerCase() },
+    const searched = [setting.key, setting.description, ...setting.other_names].join(" ").toLowerCase();
+    return element("div", { class: "setting", "data-search": searched },
       element("label", { for: id }, setting.key), input, back,
       element("p", { id: `${id}-problem`, class: "problem", hidden: true }),
       element("p", { id: `${id}-about`, class: "about" }, setting.description + note));
   }
 }
 
-const text = (value) => value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+const text = (value) => typeof value === "string" ? value : JSON.stringify(value ?? undefined) ?? "";
 
 function control(setting, value, id) {
   const shared = { id, "aria-describedby": `${id}-about ${id}-problem` };
   let made;
   if (setting.kind === "choice") {
     const choices = setting.value === null || setting.default === null ? ["", ...setting.choices] : setting.choices;
-    made = element("select", shared, ...choices.map((choice) => element("option", { value: choice }, choice || "(none)")));
+    const options = choices.map((choice) => element("option", { value: choice }, choice || "(none)"));
+    made = element("select", shared, ...options);
   } else if (setting.kind === "flag") made = element("input", { ...shared, type: "checkbox" });
-  else made = element("input", { ...shared, type: "text", inputmode: { integer: "numeric", number: "decimal" }[setting.kind] ?? "text" });
+  else {
+    const inputmode = { integer: "numeric", number: "decimal" }[setting.kind] ?? "text";
+    made = element("input", { ...shared, type: "text", inputmode });
+  }
   show(made, setting, value);
   return made;
 }
@@ -114,7 +125,8 @@ function read(input, setting) {
   if (setting.kind === "flag") return input.checked;
   const given = input.value.trim();
   if (given === "") return setting.kind === "text" && setting.default === "" ? "" : null;
-  if (setting.kind === "integer" || setting.kind === "number") return Number.isFinite(Number(given)) ? Number(given) : given;
+  const isNumber = setting.kind === "integer" || setting.kind === "number";
+  if (isNumber) return Number.isFinite(Number(given)) ? Number(given) : given;
   if (setting.kind === "yaml" || /^[[{]/.test(given)) try { return JSON.parse(given); } catch { /* text */ }
   return given;
 }

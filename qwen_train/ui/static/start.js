@@ -18,4 +18,4 @@ clearError();
 document.title = document.title.replace(" · ", () => ` · ${name} · `);
 document.querySelector(".folder").textContent = name;
 document.body.dataset.folder = path;
-await Promise.all([import(`./${document.body.dataset.page}.js`), import("./running.js")]);
+await Promise.all([import(`./${document.body.dataset.page}.js`), import("./jobs.js")]);

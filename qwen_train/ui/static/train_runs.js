@@ -1,26 +1,26 @@
 // The runs of the folder: a list, and what those that are chosen have written, one alone or several side by side.
 
-import { announce, element, get, poll } from "./api.js";
+import { announce, arrange, at, element, get, setText } from "./api.js";
+import { Output, queued } from "./job_card.js";
+import { isActive, isEnded, look, newestFirst, onJobs } from "./jobs.js";
 import { Curves } from "./train_curves.js";
 import { Images } from "./train_images.js";
 import { RunPanel } from "./train_panel.js";
 
-const LOOK = 1000; // ms
 const REST = 10; // times as long as the last list took: a folder of thousands of folders is looked at less often
 const EVERY = 3; // looks between two lists of runs; the jobs are asked for at each
 const MOST = 8; // runs that are compared: as many as there are styles of curves
-const at = (id) => document.getElementById(id);
 
 export class Runs {
   constructor() {
-    Object.assign(this, { runs: [], jobs: [], styles: new Map(), panels: new Map(), looks: 0, logAt: new Map() });
+    Object.assign(this, { runs: [], jobs: [], styles: new Map(), panels: new Map(), rows: new Map(), looks: 0 });
     this.curves = new Curves();
     this.images = new Images();
     this.chosen = this.ofAddress();
-    window.addEventListener("hashchange", () => { this.chosen = this.ofAddress(); this.render(); this.now?.(); });
+    window.addEventListener("hashchange", () => { this.chosen = this.ofAddress(); this.render(); look(); });
   }
 
-  begin() { this.now = poll(() => this.look(), LOOK); }
+  begin() { onJobs((answer) => this.look(answer)); }
 
   ofAddress() { return new URLSearchParams(location.hash.slice(1)).getAll("run").slice(0, MOST); }
 
@@ -31,14 +31,13 @@ export class Runs {
     history.replaceState(null, "", `#${address}`);
     this.render();
     this.looks = 0;
-    this.now?.();
-    if (focus) { const title = at("view-title"); title.tabIndex = -1; title.focus(); }
+    look();
+    if (focus) at("view-title").focus();
   }
 
-  async look() {
-    const { jobs, paused } = await get("/api/jobs");
-    this.isPaused = paused;
-    this.jobs = jobs.filter((job) => job.kind === "train" || job.about?.decoded);
+  async look(answer) {
+    this.answer = answer;
+    this.jobs = answer.jobs.filter((job) => job.kind === "train" || job.about?.decoded);
     const hasEnded = this.active !== undefined && this.active !== this.activeNow();
     this.active = this.activeNow();
     const began = performance.now();
@@ -49,7 +48,8 @@ export class Runs {
     this.looks += 1;
     if (!this.wasLooked) {
       this.wasLooked = true;
-      const active = this.jobs.find((job) => job.kind === "train" && isActive(job)), running = this.runs.find((run) => run.running);
+      const active = this.jobs.find((job) => job.kind === "train" && !isEnded(job));
+      const running = this.runs.find((run) => run.running);
       this.onactive?.(Boolean(active) || this.runs.length > 0);
       if (!this.chosen.length) {
         const first = active?.about.output_dir ?? running?.folder ?? this.runs[0]?.folder;
@@ -60,7 +60,7 @@ export class Runs {
     await this.lookAtChosen();
   }
 
-  activeNow() { return this.jobs.filter(isActive).map((job) => `${job.id} ${job.state}`).join(); }
+  activeNow() { return this.jobs.filter((job) => !isEnded(job)).map((job) => `${job.id} ${job.state}`).join(); }
 
   async lookAtChosen() {
     const found = this.chosen.filter((folder) => this.runs.some((run) => run.folder === folder));
@@ -76,33 +76,33 @@ export class Runs {
   async lookAtDifferences(found) {
     at("differences-part").hidden = found.length < 2;
     if (found.length < 2) return;
-    const { runs, rows } = await get(`/api/train/differences?${new URLSearchParams(found.map((folder) => ["folder", folder]))}`);
-    at("differences").replaceChildren(rows.length ? element("div", { class: "differences", tabindex: "0", role: "region", "aria-label": "Table of settings" },
-      element("table", {}, element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Setting"), ...runs.map((run) => element("th", { scope: "col" }, run)))),
-        element("tbody", {}, ...rows.map(({ key, values }) => element("tr", {}, element("th", { scope: "row" }, key),
-          ...values.map((value) => element("td", {}, value ?? "(not set)")))))))
-      : element("p", { class: "muted" }, "All settings are equal, except the output folder."));
+    const asked = new URLSearchParams(found.map((folder) => ["folder", folder]));
+    const { runs, rows } = await get(`/api/train/differences?${asked}`);
+    const heads = ["Setting", ...runs].map((text) => element("th", { scope: "col" }, text));
+    const row = ({ key, values }) => element("tr", {}, element("th", { scope: "row" }, key),
+      ...values.map((value) => element("td", {}, value ?? "(not set)")));
+    const table = element("table", {},
+      element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...rows.map(row)));
+    const region = { class: "differences", tabindex: "0", role: "region", "aria-label": "Table of settings" };
+    const none = element("p", { class: "muted" }, "All settings are equal, except the output folder.");
+    at("differences").replaceChildren(rows.length ? element("div", region, table) : none);
   }
 
   jobsOf(folder) {
-    return this.jobs.filter((job) => job.kind === "train" && job.about?.output_dir === folder).sort((a, b) => b.created - a.created);
+    return newestFirst(this.jobs.filter((job) => job.kind === "train" && job.about?.output_dir === folder));
   }
 
-  // The log of the newest job of a single run: what was added since the last look.
+  // The log of the newest job of a single run.
   async lookAtLog() {
-    const job = this.chosen.length === 1 ? this.jobsOf(this.chosen[0])[0] : undefined, log = at("log");
+    const [job] = this.chosen.length === 1 ? this.jobsOf(this.chosen[0]) : [];
     at("log-part").hidden = !job;
     if (!job) return;
-    if (this.logOf !== job.id) { this.logOf = job.id; this.logNext = -1; log.textContent = ""; }
-    else if (!isActive(job) && this.logEnded === job.id) return;
-    const { text, next, skipped } = await get(`/api/jobs/${job.id}/output?since=${this.logNext}`);
-    if (this.logOf !== job.id) return;
-    const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 8;
-    if (skipped) log.textContent = `… ${skipped.toLocaleString("en")} bytes before\n`;
-    if (text) log.append(text);
-    this.logNext = next;
-    this.logEnded = isActive(job) ? null : job.id;
-    if (isAtEnd && text) log.scrollTop = log.scrollHeight;
+    if (this.logOf !== job.id) {
+      this.logOf = job.id;
+      this.output = new Output({ id: "log", "aria-label": "Lines of the log" });
+      at("log").replaceWith(this.output.log);
+    }
+    await this.output.read(job);
   }
 
   // ---- the list and the panels, updated in place -----------------------------------------------------------------
@@ -120,71 +120,79 @@ export class Runs {
   render() {
     for (const folder of [...this.styles.keys()]) if (!this.chosen.includes(folder)) this.styles.delete(folder);
     for (const folder of this.chosen) this.styleOf(folder);
-    const waiting = this.jobs.filter((job) => job.kind === "train" && isActive(job) && !this.runs.some((run) => run.folder === job.about.output_dir));
-    const rows = [...waiting.map((job) => ({ folder: job.about.output_dir, step: 0 })), ...this.runs];
-    at("no-runs").hidden = rows.length > 0 || !this.wasLooked;
-    document.querySelector(".runs").hidden = !rows.length;
-    const body = at("runs"), old = new Map([...body.children].map((row) => [row.dataset.folder, row]));
-    rows.forEach((run, i) => {
-      const row = old.get(run.folder) ?? this.row(run.folder);
-      old.delete(run.folder);
-      this.fill(row, run);
-      if (body.children[i] !== row) body.insertBefore(row, body.children[i] ?? null);
-    });
-    for (const row of old.values()) row.remove();
+    const folders = new Set(this.runs.map(({ folder }) => folder));
+    const begun = this.jobs.filter((job) => job.kind === "train" && !isEnded(job)).map((job) => job.about.output_dir);
+    const without = begun.filter((folder) => !folders.has(folder)); // no run yet
+    const runs = [...without.map((folder) => ({ folder, step: 0 })), ...this.runs];
+    at("no-runs").hidden = runs.length > 0 || !this.wasLooked;
+    document.querySelector(".runs").hidden = !runs.length;
+    arrange(at("runs"), runs.map((run) => this.fill(this.rowOf(run.folder), run)));
     this.renderView();
   }
 
-  row(folder) {
+  rowOf(folder) {
+    if (this.rows.has(folder)) return this.rows.get(folder);
     const box = element("input", { type: "checkbox", "aria-label": `Show ${folder}`, onchange: () => {
-      if (box.checked && this.chosen.length >= MOST) { box.checked = false; announce(`at most ${MOST} runs are compared`); return; }
-      this.show(box.checked ? [...this.chosen, folder] : this.chosen.filter((each) => each !== folder));
+      const others = this.chosen.filter((each) => each !== folder);
+      if (box.checked && others.length >= MOST) {
+        box.checked = false;
+        announce(`at most ${MOST} runs are compared`);
+      } else this.show(box.checked ? [...others, folder] : others);
     } });
-    const only = element("button", { type: "button", class: "quiet", title: "Show this run alone", onclick: () => this.show([folder]) }, folder);
-    return element("tr", { "data-folder": folder }, element("td", {}, element("label", {}, box, element("span", { class: "swatch" }))),
-      element("td", {}, only), element("td", {}), element("td", { class: "number" }), element("td", { class: "number" }), element("td", {}));
+    const only = element("button", {
+      type: "button", class: "quiet", title: "Show this run alone", onclick: () => this.show([folder]),
+    }, folder);
+    const row = element("tr", { "data-folder": folder },
+      element("td", {}, element("label", {}, box, element("span", { class: "swatch" }))), element("td", {}, only),
+      element("td"), element("td", { class: "number" }), element("td", { class: "number" }), element("td"));
+    this.rows.set(folder, row);
+    return row;
   }
 
   fill(row, run) {
-    const isChosen = this.chosen.includes(run.folder), [show, , state, step, loss, date] = row.children, job = this.jobsOf(run.folder)[0];
+    const isChosen = this.chosen.includes(run.folder), [show, , state, step, loss, date] = row.children;
+    const ended = run.time && new Date(run.time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
     show.querySelector("input").checked = isChosen;
     swatch(show.querySelector(".swatch"), isChosen && this.chosen.length > 1 ? this.styleOf(run.folder) : null);
-    say(state, stateOf(run, job, this.isPaused));
-    say(step, run.max_steps ? `${run.step.toLocaleString("en")} of ${run.max_steps.toLocaleString("en")}` : run.step ? String(run.step) : "–");
-    say(loss, run.loss === null || run.loss === undefined ? "–" : run.loss.toPrecision(4));
-    say(date, run.time ? new Date(run.time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "–");
+    setText(state, this.stateOf(run.folder, run));
+    const last = run.max_steps ? ` of ${number(run.max_steps)}` : "";
+    setText(step, run.step || last ? number(run.step) + last : "–");
+    setText(loss, run.loss?.toPrecision(4) ?? "–");
+    setText(date, ended || "–");
+    return row;
   }
 
   renderView() {
-    const chosen = this.chosen.filter((folder) => this.runs.some((run) => run.folder === folder) || this.jobsOf(folder).length);
+    const runOf = (folder) => this.runs.find((run) => run.folder === folder);
+    const chosen = this.chosen.filter((folder) => runOf(folder) || this.jobsOf(folder).length);
     at("view").hidden = !chosen.length;
     if (!chosen.length) return;
-    say(at("view-title"), chosen.length === 1 ? `Run ${chosen[0]}` : `${chosen.length} runs compared`);
-    for (const [folder, panel] of this.panels) if (!chosen.includes(folder)) { panel.node.remove(); this.panels.delete(folder); }
-    chosen.forEach((folder, i) => {
-      if (!this.panels.has(folder)) this.panels.set(folder, new RunPanel(folder, () => { this.looks = 0; this.now(); }));
-      const panel = this.panels.get(folder), run = this.runs.find((each) => each.folder === folder);
-      panel.update({ run, job: this.jobsOf(folder)[0], decoding: this.jobs.find((job) => job.about?.decoded === folder && isActive(job)),
-        waiting: this.images.waiting(folder), isAlone: chosen.length === 1, state: stateOf(run ?? { step: 0 }, this.jobsOf(folder)[0], this.isPaused) });
-      if (at("jobs").children[i] !== panel.node) at("jobs").insertBefore(panel.node, at("jobs").children[i] ?? null);
-    });
+    setText(at("view-title"), chosen.length === 1 ? `Run ${chosen[0]}` : `${chosen.length} runs compared`);
+    for (const folder of this.panels.keys()) if (!chosen.includes(folder)) this.panels.delete(folder);
+    arrange(at("jobs"), chosen.map((folder) => {
+      if (!this.panels.has(folder)) this.panels.set(folder, new RunPanel(folder));
+      const panel = this.panels.get(folder), run = runOf(folder), [job] = this.jobsOf(folder);
+      panel.update({
+        run, job, decoding: this.jobs.some((each) => each.about?.decoded === folder && !isEnded(each)),
+        waiting: this.images.waiting(folder), isAlone: chosen.length === 1, state: this.stateOf(folder, run),
+      });
+      return panel.node;
+    }));
+  }
+
+  // The state of a run in words; one without a job was started elsewhere, and one without a run has only its job.
+  stateOf(folder, run = { step: 0 }) {
+    const [job] = this.jobsOf(folder);
+    if (job?.state === "queued") return queued(job, this.answer);
+    if (job && isActive(job)) return job.state;
+    if (run.running) return "running, started elsewhere";
+    if (job?.state === "failed") return "failed";
+    if (run.max_steps && run.step >= run.max_steps) return "done";
+    return `${job?.state === "stopped" ? "stopped after" : "ended at"} step ${number(run.step)}`;
   }
 }
 
-const isActive = (job) => ["queued", "running", "stopping"].includes(job.state);
-
-function stateOf(run, job, isPaused) {
-  if (job && isActive(job)) return { queued: `waits in the queue${isPaused ? ", which is paused" : ""}`, running: "running", stopping: "stopping" }[job.state];
-  if (run.running) return "running, started elsewhere";
-  if (job?.state === "failed") return "failed";
-  if (run.max_steps && run.step >= run.max_steps) return "done";
-  if (job?.state === "stopped") return `stopped after step ${run.step.toLocaleString("en")}`;
-  return `ended at step ${run.step.toLocaleString("en")}`;
-}
-
-function say(node, text) {
-  if (node.textContent !== text) node.textContent = text;
-}
+const number = (value) => value.toLocaleString("en");
 
 function swatch(place, style) {
   const wanted = style === null ? "" : `curve style-${style}`;
@@ -192,7 +200,8 @@ function swatch(place, style) {
   place.dataset.style = wanted;
   place.replaceChildren();
   if (!wanted) return;
-  const ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg"), path = document.createElementNS(ns, "path");
+  const ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg");
+  const path = document.createElementNS(ns, "path");
   svg.setAttribute("class", `curve-sample ${wanted}`);
   svg.setAttribute("viewBox", "0 0 28 10");
   svg.setAttribute("aria-hidden", "true");

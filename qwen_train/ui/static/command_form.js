@@ -1,0 +1,80 @@
+// A form that is a command line: after each change it is kept in this browser, and the program is asked for its line
+// and for what is wrong, which is shown at the fields and in a list. Its buttons work while there is a line.
+
+import { act, at, commandLine, element, keptAs, post, showError } from "./api.js";
+import { keepAt, keptAt } from "./kept.js";
+import { showProblem } from "./settings_form.js";
+
+const PAUSE = 300; // ms after a change until the line is asked for
+
+export class CommandForm {
+  // `name`: of what is kept. `path`: of the route that answers {line} and perhaps {problems}, or refuses with an error.
+  // `body()`: what it gets; null while there is nothing to ask for. `values()`: what is kept. `settings`: the
+  // SettingsForm. `fields`: the ids of other inputs, by their settings. `place`, `label`: of the line. `buttons`: ids.
+  // `isUseless(id)`: whether a button has nothing to do. `onanswer(problems)` is called after each answer.
+  constructor(options) {
+    Object.assign(this, { fields: {}, isUseless: () => false, onanswer: () => {} }, options);
+    Object.assign(this, { storage: keptAs(this.name), line: "", asked: 0 });
+    this.kept = keptAt(this.storage);
+    this.enable();
+  }
+
+  changed() {
+    keepAt(this.storage, this.values());
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.ask().catch(showError), PAUSE);
+  }
+
+  async ask() {
+    clearTimeout(this.timer);
+    const number = (this.asked += 1), body = this.body();
+    const { line, problems = [] } = body ? await answerTo(this.path, body) : { line: "" };
+    if (number !== this.asked) return; // a newer question
+    if (line !== this.line || !line) {
+      const nothing = body ? [element("p", { class: "muted" }, "No command yet: see below what is missing.")] : [];
+      this.place.replaceChildren(...(line ? [commandLine(line, this.label)] : nothing));
+    }
+    this.line = line;
+    this.showProblems(problems);
+    this.enable();
+    this.onanswer(problems);
+  }
+
+  showProblems(problems) {
+    const texts = {};
+    for (const each of problems) texts[each.key] ??= text(each);
+    for (const [key, id] of Object.entries(this.fields)) showProblem(at(id), texts[key]);
+    this.settings.showProblems(texts);
+    const list = at("problems"), lines = problems.map((each) => [each.key, text(each)].filter(Boolean).join(": "));
+    if (list.dataset.shown === lines.join("\n")) return;
+    list.dataset.shown = lines.join("\n");
+    list.hidden = !lines.length;
+    list.replaceChildren(element("ul", {}, ...lines.map((each) => element("li", {}, each))));
+  }
+
+  enable() { for (const id of this.buttons) at(id).disabled = !this.line || this.isUseless(id); }
+
+  // Send the form as it is now to another route; null, with the problems shown, while it is no command.
+  async send(path) {
+    await this.ask();
+    return this.line ? post(path, this.body()) : null;
+  }
+
+  // Run an action of the button with this id.
+  act(id, action) { return act(at(id), action).then(() => this.enable()); }
+}
+
+async function answerTo(path, body) {
+  try {
+    return await post(path, body);
+  } catch (error) {
+    if (!error.status || error.status >= 500) throw error;
+    const { where: key = "", message: what, expected, found, do: remedy } = error;
+    return { line: "", problems: [{ key, what, expected, found, do: remedy }] };
+  }
+}
+
+const text = (problem) => [
+  problem.what, problem.expected && `expected: ${problem.expected}`, problem.found && `found: ${problem.found}`,
+  problem.do && `→ ${problem.do}`,
+].filter(Boolean).join("\n");
