@@ -96,6 +96,10 @@ export function arrange(place, nodes) {
   nodes.forEach((node, i) => { if (place.children[i] !== node) place.insertBefore(node, place.children[i] ?? null); });
 }
 
+// Make these the suggestions of a list.
+export const offer = (list, values) =>
+  list.replaceChildren(...values.map((value) => element("option", { value })));
+
 // What a screen reader says, without moving the focus.
 export function announce(text) {
   at("announcements").textContent = text;

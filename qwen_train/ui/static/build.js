@@ -1,6 +1,6 @@
 // The Build page: a form that is a command line, its plan, and the jobs that build, verify and inspect.
 
-import { act, announce, at, clearError, element, get, post, setText, showError } from "./api.js";
+import { act, announce, at, clearError, element, get, offer, post, setText, showError } from "./api.js";
 import { showPlan } from "./build_plan.js";
 import { CommandForm } from "./command_form.js";
 import { deviceList, deviceSelect } from "./devices.js";
@@ -123,15 +123,15 @@ const cacheCards = new JobCards({ extra: showFound });
 
 // What a build says that it did, and what comes next.
 async function showBuilt(job, card) {
-  if (job.kind !== "build" || !["done", "stopped"].includes(job.state) || card.isFilled) return;
-  card.isFilled = true;
-  const summary = element("p", { class: "summary" });
-  const go = element("button", { type: "button" }, "Look at the cache");
-  go.addEventListener("click", () => begin(go, "look", job.about.cache));
-  const next = element("div", { class: "row" }, go, element("a", { href: "/train" }, "Train from it"));
-  card.extra.append(summary, ...(job.state === "done" ? [next] : []));
+  if (job.kind !== "build" || !["done", "stopped"].includes(job.state)) return;
+  if (!card.extra.firstChild) {
+    const go = element("button", { type: "button" }, "Look at the cache");
+    go.addEventListener("click", () => begin(go, "look", job.about.cache));
+    const next = element("div", { class: "row" }, go, element("a", { href: "/train" }, "Train from it"));
+    card.extra.append(element("p"), ...(job.state === "done" ? [next] : []));
+  }
   await card.output.read(job);
-  summary.textContent = summaryOf(card.output.log.textContent);
+  setText(card.extra.firstChild, summaryOf(card.output.log.textContent));
 }
 
 // The lines of a build that say what it did; the newest ones, if it builds again and again.
@@ -202,15 +202,13 @@ const begin = (button, name, cache) => act(button, async () => reveal(await post
 
 // ---- the beginning --------------------------------------------------------------------------------------------------
 
-function offer(list, names) { at(list).replaceChildren(...names.map((value) => element("option", { value }))); }
-
 const deviceChoice = (title, about) => deviceSelect(title, { several: true, about, onchange: changed });
 
 async function open() {
   const { values: found, models, caches } = await get("/api/build");
   const own = Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, found[key] ?? ""]));
-  offer("models", models);
-  offer("caches", caches);
+  offer(at("models"), models);
+  offer(at("caches"), caches);
   devices.vae = deviceChoice("VAE", "Encodes the images. With several devices, each encodes other samples.");
   devices.text = deviceChoice(
     "Text encoder", "Encodes prompts. Jobs with auto wait for all others; name devices to run beside them.");

@@ -1,6 +1,6 @@
 // The devices of this machine: controls that choose among them, and a list of them with their memory.
 
-import { act, announce, bytes, element, get, plural, post } from "./api.js";
+import { act, announce, arrange, bytes, element, get, plural, post } from "./api.js";
 
 const CPU = { name: "cpu", title: "CPU", memory: null, free: null };
 const listeners = [];
@@ -119,8 +119,7 @@ function manyDevices(label, { allowAuto, value, about, onchange }) {
       row.lastChild.textContent = each.text;
       return row;
     });
-    for (const [name, row] of old) if (!wanted.some((each) => each.name === name)) row.remove();
-    rows.forEach((row, at) => { if (boxes.children[at] !== row) boxes.insertBefore(row, boxes.children[at] ?? null); });
+    arrange(boxes, rows);
     mark();
   }
 

@@ -1,6 +1,6 @@
 // The Generate page: the wish of the user as a command.
 
-import { act, ask, at, clearError, element, get, showError, showImage, upload } from "./api.js";
+import { act, ask, at, clearError, element, get, offer, showError, showImage, upload } from "./api.js";
 import { CommandForm } from "./command_form.js";
 import { deviceSelect } from "./devices.js";
 import { AXES } from "./generate_results.js";
@@ -130,7 +130,7 @@ form.addEventListener("submit", (event) => {
 
 async function open() {
   choices = await get("/api/generate/choices");
-  at("images").replaceChildren(...choices.images.map((path) => element("option", { value: path })));
+  offer(at("images"), choices.images);
   lora.append(...choices.loras.map(({ path }) => element("option", { value: path }, path)));
   model.placeholder = choices.model;
   const [main, ...others] = Object.values(devices).map(({ node }) => node);

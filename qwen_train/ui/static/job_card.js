@@ -58,8 +58,8 @@ export class Progress {
     this.bar.hidden = !isShown;
     if (now.total) Object.assign(this.bar, { max: now.total, value: now.done });
     else this.bar.removeAttribute("value");
-    const [first, ...others] = (now.text ?? "").split("\n"), left = now.left ? `${time(now.left)} left` : "";
-    const doing = [now.what, first].filter(Boolean).join(/^\d/.test(first) ? " " : ": "); // encoding 3/4; saving: a file
+    const [first, ...others] = String(now.text ?? "").split("\n"), left = now.left ? `${time(now.left)} left` : "";
+    const doing = [now.what, first].filter(Boolean).join(/^\d/.test(first) ? " " : ": "); // such as encoding 3/4
     const line = [doing, left].filter(Boolean).join(", ");
     setText(this.text, [line, ...(lanes.length ? [] : others)].join("\n"));
     this.text.hidden = !line;
@@ -112,27 +112,19 @@ export class Output {
 }
 
 const send = (path, body = () => ({})) => (job) => post(`/api/jobs/${job.id}/${path}`, body(job));
+const seen = (job) => ({ seen: job.state });
+const kill = (job) => confirm("Kill it? What it has not saved is lost.") && send("kill")(job);
+const save = (job) => send("save")(job).then(() => announce("a checkpoint is saved after this step"));
+const isCut = (job) => job.kind === "build" && ["stopped", "lost"].includes(job.state);
 
 // By what a job says it can: the button, and what it does.
 export const ACTIONS = {
   up: { label: () => "Up", run: send("move", () => ({ by: -1 })) },
   down: { label: () => "Down", run: send("move", () => ({ by: 1 })) },
-  save: {
-    label: () => "Save now",
-    run: (job) => send("save")(job).then(() => announce("a checkpoint is saved after this step")),
-  },
-  stop: {
-    label: (job) => job.state === "stopping" ? "Stop without saving" : "Stop",
-    run: send("stop", (job) => ({ seen: job.state })),
-  },
-  kill: {
-    label: () => "Kill", kind: "danger",
-    run: (job) => confirm("Kill it? What it has not saved is lost.") && send("kill")(job),
-  },
-  again: {
-    label: (job) => job.kind === "build" && ["stopped", "lost"].includes(job.state) ? "Resume" : "Run again",
-    run: send("again"),
-  },
+  save: { label: () => "Save now", run: save },
+  stop: { label: ({ state }) => state === "stopping" ? "Stop without saving" : "Stop", run: send("stop", seen) },
+  kill: { label: () => "Kill", run: kill, kind: "danger" },
+  again: { label: (job) => isCut(job) ? "Resume" : "Run again", run: send("again") },
   remove: { label: () => "Remove", run: send("remove") },
 };
 

@@ -1,11 +1,11 @@
 // The Train page: a form that becomes a command line, and the runs with their curves, images and log.
 
-import { showError } from "./api.js";
+import { at, showError } from "./api.js";
 import { TrainForm } from "./train_form.js";
 import { Runs } from "./train_runs.js";
 
 const runs = new Runs();
 const form = new TrainForm({ onstart: (job) => runs.show([job.about.output_dir], true) });
-runs.onactive = (isActive) => form.openUnless(isActive);
+runs.onfirst = (hasRuns) => { at("new-run").open = !hasRuns; };
 form.load().catch(showError);
 runs.begin();

@@ -1,6 +1,6 @@
 // The curves of the chosen runs: of one its raw and smoothed loss and its noise levels, of several one curve each.
 
-import { element, get, plural } from "./api.js";
+import { arrange, at, element, get, plural } from "./api.js";
 import { keepAt, keptAt } from "./kept.js";
 import { Chart } from "./train_chart.js";
 
@@ -14,7 +14,6 @@ const ORDER = ["loss", "validation_loss", "learning_rate", "grad_norm", "tokens_
 // The weight of the exponential moving average, as in TensorBoard: it averages over about 1 / (1 - weight) logged steps.
 const WEIGHTS = [0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.997, 0.998, 0.999, 0.9995, 0.9998, 0.9999];
 const REST = 9; // times as long as an answer took: a long run is asked for less often
-const at = (id) => document.getElementById(id);
 
 export class Curves {
   constructor() {
@@ -93,10 +92,9 @@ export class Curves {
       if (runs.length === 1 && /^validation_loss_q\d$/.test(name) && names.includes("validation_loss")) continue;
       shown.add(name);
       this.chart(name).set(runs.length === 1 ? this.ofOne(name, runs[0]) : this.ofSeveral(name, runs), range);
-      const node = this.chart(name).node, i = shown.size - 1;
-      if (at("charts").children[i] !== node) at("charts").insertBefore(node, at("charts").children[i] ?? null);
     }
-    for (const [name, chart] of this.charts) if (!shown.has(name)) { chart.node.remove(); this.charts.delete(name); }
+    for (const name of this.charts.keys()) if (!shown.has(name)) this.charts.delete(name);
+    arrange(at("charts"), [...shown].map((name) => this.chart(name).node));
     this.tellUnread(runs);
   }
 

@@ -1,6 +1,6 @@
 // The form of a new run: its own fields, the settings of qwen.yaml, prompts, the memory bar, and the command line.
 
-import { act, announce, at, element, get, plural, post, showError } from "./api.js";
+import { act, announce, at, element, get, offer, plural, post, showError } from "./api.js";
 import { CommandForm } from "./command_form.js";
 import { deviceSelect, onDevices } from "./devices.js";
 import { SettingsForm } from "./settings_form.js";
@@ -54,11 +54,6 @@ export class TrainForm {
     onDevices((found) => this.found(found));
   }
 
-  openUnless(isActive) {
-    if (!this.wasOpened) at("new-run").open = !isActive;
-    this.wasOpened = true;
-  }
-
   async load() {
     const asked = [get(`/api/settings?sections=${OWN.join(",")}`), get("/api/train/places")];
     const [own, places] = await Promise.all(asked), { kept } = this.form;
@@ -85,8 +80,8 @@ export class TrainForm {
     if (!this.fields) return;
     const places = await get("/api/train/places").catch(() => null);
     if (!places) return;
-    this.fields["cache.path"].offer(places.caches);
-    this.fields["model.path"].offer(places.models);
+    offer(this.fields["cache.path"].list, places.caches);
+    offer(this.fields["model.path"].list, places.models);
     const out = this.fields["train.output_dir"].input;
     if (out.value === this.proposed || !this.proposed) { out.value = places.out; this.changed(); }
     this.proposed = places.out;
@@ -186,11 +181,10 @@ function field(key, title, about, value, offered) {
     id, type: "text", value, list: list.id, autocomplete: "off", spellcheck: "false",
     "aria-describedby": `${id}-about ${id}-problem`,
   });
-  const offer = (names) => list.replaceChildren(...(names ?? []).map((name) => element("option", { value: name })));
-  const found = offered?.length ? ` Found here: ${offered.join(", ")}.` : "";
-  offer(offered);
+  const found = offered.length ? ` Found here: ${offered.join(", ")}.` : "";
+  offer(list, offered);
   const node = element("div", { class: "setting" }, element("label", { for: id }, title), input, list,
     element("p", { id: `${id}-problem`, class: "problem", hidden: true }),
     element("p", { id: `${id}-about`, class: "about" }, about + found));
-  return { input, offer, node };
+  return { input, list, node };
 }

@@ -1,8 +1,7 @@
 // The images that runs have generated: of one run by sample and step, of several the same prompt by run and step.
 
-import { element, get, plural, showImage } from "./api.js";
+import { at, element, get, plural, showImage } from "./api.js";
 
-const at = (id) => document.getElementById(id);
 const NOT_YET = "No images yet. Set validation.prompts or validation.num_images, and validation.vae_device to decode them during training.";
 
 export class Images {

@@ -50,7 +50,7 @@ export class Runs {
       this.wasLooked = true;
       const active = this.jobs.find((job) => job.kind === "train" && !isEnded(job));
       const running = this.runs.find((run) => run.running);
-      this.onactive?.(Boolean(active) || this.runs.length > 0);
+      this.onfirst?.(Boolean(active) || this.runs.length > 0);
       if (!this.chosen.length) {
         const first = active?.about.output_dir ?? running?.folder ?? this.runs[0]?.folder;
         if (first) this.show([first]);
