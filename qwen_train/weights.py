@@ -169,6 +169,7 @@ def checkpoint_blocks(transformer: Any, every: int) -> None:
     def run(block: torch.nn.Module, *arguments: Any) -> Any:
         return checkpoint(block, *arguments, use_reentrant=False) if block in recomputed else block(*arguments)
 
+    transformer.recomputed_blocks = recomputed
     transformer.enable_gradient_checkpointing(run)
 
 

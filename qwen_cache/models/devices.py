@@ -508,7 +508,7 @@ class QuantizedLinear(nn.Linear):
         kind, weight = x.device.type, cast(Any, self.weight)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         x, values, scale = x.to(dtype), weight.qdata, weight.scale.flatten()
-        if torch.is_inference_mode_enabled():
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return in_pieces(x, len(values), lambda rows: (values[rows].to(dtype), scale[rows]), self.bias)
         product: Any = _RowScaledProduct.apply
         output: Tensor = product(x, values, scale, self.bias)

@@ -375,8 +375,9 @@ class TrainConfig(BatchConfig):
     tabulated_modulation: bool = False
     """Read the modulation from a table, computed once, instead of loading its weights (a third of a 20B model). LoRA in
     bfloat16 only; not for Qwen-Image-2.1."""
-    compile: bool = False
-    """torch.compile of the blocks: minutes at the start, then faster steps."""
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile of the blocks: minutes at the start, then faster steps. auto: on CUDA with Triton, if at least 200
+    steps are left."""
     fsdp: bool = False
     """Shard the weights over the processes (FSDP2) instead of replicating them (DDP)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

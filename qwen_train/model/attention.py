@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.devices import to_device
+from qwen_train.model.segments import Segment, Segments, flash_takes, in_segments
 
 # ---- packed ----------------------------------------------------------------------------------------------------------
 # The packed layout: a batch as one row of its valid tokens, and the transformer block that runs on such a row.
@@ -38,6 +40,10 @@ class Packing:
     image_lengths: list[int]
     text_lengths: list[int]
     cu_seqlens: Int[Tensor, " bounds"]  # bounds of the samples in the joint row [text 0 | image 0 | text 1 | ...]
+    joint_index: Int[Tensor, " N+M"]  # for each token of the joint row its position in [all text | all images]
+    joint_text: Int[Tensor, " M"]  # the positions of the text in the joint row
+    joint_image: Int[Tensor, " N"]
+    segments: Segments  # of the joint row; like the three indices for compiled blocks
 
     @classmethod
     def of(
@@ -46,8 +52,10 @@ class Packing:
         text_valid: Bool[Tensor, "B L"],
         target_lengths: Sequence[int] | None,
         device: torch.device,
+        rows: int | None = None,
     ) -> Packing:
-        """From masks on the CPU; with `target_lengths` (`zero_cond_t`), rows B.. modulate tokens after the target."""
+        """From masks on the CPU, for `rows` of the embedding, by default one for each of the B samples; with
+        `target_lengths` (`zero_cond_t`), as many further rows modulate the tokens after the target."""
         image_lengths, text_lengths = image_valid.sum(dim=1).tolist(), text_valid.sum(dim=1).tolist()
         image_runs = [(length, row) for row, length in enumerate(image_lengths)]
         if target_lengths is not None:
@@ -55,10 +63,15 @@ class Packing:
             image_runs = [
                 run
                 for target, (length, row) in pairs
-                for run in ((target, row), (length - target, row + len(image_lengths)))
+                for run in ((target, row), (length - target, row + (rows or len(image_lengths))))
                 if run[0]
             ]
-        joint_lengths = torch.tensor([0, *(n + m for n, m in zip(image_lengths, text_lengths, strict=True))])
+        lengths = torch.tensor([text_lengths, image_lengths])  # of the pieces of the joint row
+        ends = lengths.sum(dim=0).cumsum(0)
+        is_text = torch.tensor([True, False]).repeat(len(ends)).repeat_interleave(lengths.t().flatten())
+        places = torch.cat([is_text.nonzero()[:, 0], (~is_text).nonzero()[:, 0]])
+        bounds = [0, *ends.tolist()]
+        segments = [Segment(span, False, (span,)) for span in itertools.pairwise(bounds)]
         return cls(
             image_index=to_device(image_valid.flatten().nonzero()[:, 0], device),
             text_index=to_device(text_valid.flatten().nonzero()[:, 0], device),
@@ -66,7 +79,11 @@ class Packing:
             text_rows=ModulationRows.of([(length, row) for row, length in enumerate(text_lengths)], device),
             image_lengths=image_lengths,
             text_lengths=text_lengths,
-            cu_seqlens=to_device(joint_lengths.cumsum(0).int(), device),
+            cu_seqlens=to_device(torch.tensor(bounds, dtype=torch.int32), device),
+            joint_index=to_device(places.argsort(), device),
+            joint_text=to_device(places[: sum(text_lengths)], device),
+            joint_image=to_device(places[sum(text_lengths) :], device),
+            segments=Segments.of([segments], device),
         )
 
     @property
@@ -109,12 +126,14 @@ class ModulationRows:
         return cls(runs, to_device(rows.repeat_interleave(lengths), device))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def scaled(
     x: Float[Tensor, "1 N D"], factor: Float[Tensor, "R D"], offset: Float[Tensor, "R D"] | None, rows: ModulationRows
 ) -> Float[Tensor, "1 N D"]:
-    """`x * factor + offset`, each token with its own row. Not compiled: each number of runs would be another graph."""
-    if len(rows.runs) > 1:
+    """`x * factor + offset`, each token with its own row."""
+    if torch.compiler.is_compiling() and not any(r is not None and r.requires_grad for r in (factor, offset)):
+        x = x * factor.index_select(0, rows.index)  # read from a small table, in the kernel of the product
+        return x if offset is None else x + offset.index_select(0, rows.index)
+    if torch.compiler.is_compiling() or len(rows.runs) > 1:  # each number of runs would be another graph
         result: Tensor = _ScaledByRow.apply(x, factor, offset, rows.index)  # type: ignore[no-untyped-call]
         return result
     ((_, row),) = rows.runs
@@ -181,7 +200,7 @@ class QwenImageMultiResTransformerBlock(QwenImageTransformerBlock):  # type: ign
         image, text = hidden_states, encoder_hidden_states
         image_rows, text_rows = packing.image_rows, packing.text_rows
         img_shift1, img_scale1, img_gate1, img_shift2, img_scale2, img_gate2 = self.img_mod(temb).chunk(6, dim=-1)
-        txt_mod = self.txt_mod(temb[: len(text_rows.runs)])
+        txt_mod = self.txt_mod(temb.chunk(2)[0] if self.zero_cond_t else temb)
         txt_shift1, txt_scale1, txt_gate1, txt_shift2, txt_scale2, txt_gate2 = txt_mod.chunk(6, dim=-1)
 
         img_modulated = scaled(self.img_norm1(image), 1 + img_scale1, img_shift1, image_rows)
@@ -233,6 +252,12 @@ def refuse_backend_for_mask(backend: AttentionBackendName) -> None:
             found=backend.value,
             do='call set_attention_backend("native"), set the layout to "packed", or make batches of one size',
         )
+
+
+def in_heads(x: Tensor, projection: nn.Module, head_dim: int, norm: nn.Module | None = None) -> Tensor:
+    """The projection `[B, N, heads, head_dim]`, with its norm."""
+    x = projection(x).unflatten(-1, (-1, head_dim))
+    return x if norm is None else norm(x).to(x.dtype)  # trained norms have float32 weights
 
 
 def apply_rotary_embedding(
@@ -291,22 +316,13 @@ def joint_row(text: Tensor, image: Tensor, packing: Packing) -> Tensor:
     return torch.cat([piece for sample in zip(texts, images, strict=True) for piece in sample], dim=1)
 
 
-def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if flash attention can run: half precision, head size a multiple of 8 and at most 256, and the device."""
-    head_dim = query.shape[-1]
-    return (
-        query.dtype in (torch.float16, torch.bfloat16)
-        and query.dtype == key.dtype == value.dtype
-        and head_dim % 8 == 0
-        and head_dim <= 256
-        and runs_flash(query.device)
+def compiled_attention(text: QueryKeyValue, image: QueryKeyValue, packing: Packing) -> tuple[Tensor, Tensor]:
+    """`packed_attention` of a compiled block: gathers in place of splits, and one operation."""
+    query, key, value = (
+        torch.cat(pair, dim=1).index_select(1, packing.joint_index) for pair in zip(text, image, strict=True)
     )
-
-
-@functools.cache
-def runs_flash(device: torch.device) -> bool:
-    """True if torch brings flash attention for this device: CUDA on Ampere or newer."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    joint = in_segments(query, key, value, packing.segments)
+    return joint.index_select(1, packing.joint_text), joint.index_select(1, packing.joint_image)
 
 
 @functools.cache
@@ -349,25 +365,22 @@ class QwenMultiResAttnProcessor:
                 expected="`image_rotary_emb` per sample, and one `attention_mask` over [text | image]",
             )
         head_dim = attn.inner_dim // attn.heads  # a tensor-parallel rank holds fewer heads, of the same size
-
-        def heads(x: Tensor, projection: nn.Module, norm: nn.Module | None = None) -> Tensor:
-            x = projection(x).unflatten(-1, (-1, head_dim))
-            return x if norm is None else norm(x).to(x.dtype)  # trained norms have float32 weights
-
         image, text = hidden_states, encoder_hidden_states
         image_freqs, text_freqs = image_rotary_emb
-        image_query = apply_rotary_embedding(heads(image, attn.to_q, attn.norm_q), image_freqs)
-        image_key = apply_rotary_embedding(heads(image, attn.to_k, attn.norm_k), image_freqs)
-        text_query = apply_rotary_embedding(heads(text, attn.add_q_proj, attn.norm_added_q), text_freqs)
-        text_key = apply_rotary_embedding(heads(text, attn.add_k_proj, attn.norm_added_k), text_freqs)
-        text_qkv = (text_query, text_key, heads(text, attn.add_v_proj))
-        image_qkv = (image_query, image_key, heads(image, attn.to_v))
+        image_query = apply_rotary_embedding(in_heads(image, attn.to_q, head_dim, attn.norm_q), image_freqs)
+        image_key = apply_rotary_embedding(in_heads(image, attn.to_k, head_dim, attn.norm_k), image_freqs)
+        text_query = apply_rotary_embedding(in_heads(text, attn.add_q_proj, head_dim, attn.norm_added_q), text_freqs)
+        text_key = apply_rotary_embedding(in_heads(text, attn.add_k_proj, head_dim, attn.norm_added_k), text_freqs)
+        text_qkv = (text_query, text_key, in_heads(text, attn.add_v_proj, head_dim))
+        image_qkv = (image_query, image_key, in_heads(image, attn.to_v, head_dim))
 
         attend = functools.partial(
             dispatch_attention_fn, backend=self._attention_backend, parallel_config=self._parallel_config
         )
         if packing is None:
             text_output, image_output = padded_attention(text_qkv, image_qkv, attention_mask, attend)
+        elif torch.compiler.is_compiling() and self._attention_backend is None:
+            text_output, image_output = compiled_attention(text_qkv, image_qkv, packing)
         else:
             use_varlen = active_backend(self) is AttentionBackendName.NATIVE  # any other backend was chosen explicitly
             text_output, image_output = packed_attention(text_qkv, image_qkv, packing, attend, use_varlen)

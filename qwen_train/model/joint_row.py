@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,22 +17,7 @@ from qwen_cache.errors import TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import to_device
 from qwen_train.model.attention import ModulationRows, Runs
-
-Span = tuple[int, int]
-"""Begin and end of consecutive tokens, in the row of a sample."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Consecutive tokens that see the same keys; of its own keys, a text row sees those up to itself."""
-
-    span: Span
-    is_text: bool
-    keys: tuple[Span, ...]  # none for padding
-
-    @property
-    def length(self) -> int:
-        return self.span[1] - self.span[0]
+from qwen_train.model.segments import Segment, Segments, Span
 
 
 @dataclass(frozen=True)
@@ -197,6 +182,8 @@ class JointRow:
     block_mask: Any = None  # for the backend "flex"; and for the last block
     draws_block_mask: Any = None
     only_draws: bool = False
+    attention: Segments | None = None  # of the queries, for compiled blocks; and for the last block
+    draws_attention: Segments | None = None
 
     @classmethod
     def of(
@@ -230,7 +217,9 @@ class JointRow:
         text_from = to_device(text_valid.flatten().nonzero()[:, 0], device)
         indices = (text_from, at["text"], at["image_from"], at["image"], at["draws_from"], at["draws"])
         rows, of_draws = (ModulationRows.of(make(samples), device) for make in (modulation_runs, draw_runs))
-        return cls(samples, *indices, rows, of_draws)
+        row = cls(samples, *indices, rows, of_draws)
+        of_last = replace(row, only_draws=True)
+        return replace(row, attention=row.as_tensors(), draws_attention=of_last.as_tensors())
 
     @property
     def length(self) -> int:
@@ -254,10 +243,13 @@ class JointRow:
     def segment_lengths(self) -> list[int]:
         return [segment.length for segments in self.segments for segment in segments]
 
-    @cached_property
-    def varlen_calls(self) -> list[VarlenCall]:
-        """Texts at the begin of a sample together, draws together, and each segment between alone: the keys that such
-        a segment shares with others are a slice, which needs no copy."""
+    @property
+    def groups(self) -> list[list[tuple[int, int, Segment]]]:
+        """The segments of each call of the kernel, with their place among all segments and their sample.
+
+        Texts at the begin of a sample together, draws together, and each segment between alone: the keys that such a
+        segment shares with others are a slice, which needs no copy.
+        """
         placed = [(i, segment) for i, segments in enumerate(self.segments) for segment in segments]
         groups: dict[object, list[tuple[int, int, Segment]]] = {}
         for place, (i, segment) in enumerate(placed):
@@ -265,7 +257,24 @@ class JointRow:
                 is_draw = segment.span[0] >= self.samples[i].prefix_length
                 group = "draws" if is_draw else "texts" if segment.is_text and not segment.span[0] else place
                 groups.setdefault(group, []).append((place, i, segment))
-        return [VarlenCall.of(group, self.lengths, self.text_to.device) for group in groups.values()]
+        return list(groups.values())
+
+    @cached_property
+    def varlen_calls(self) -> list[VarlenCall]:
+        return [VarlenCall.of(group, self.lengths, self.text_to.device) for group in self.groups]
+
+    def as_tensors(self) -> Segments:
+        """The calls of the kernel for compiled blocks."""
+        begins = list(offsets(self.samples))
+        ends = list(itertools.accumulate(self.segment_lengths))
+        calls = [
+            [
+                Segment((ends[place] - segment.length, ends[place]), segment.is_text, segment.moved(begins[i]).keys)
+                for place, i, segment in group
+            ]
+            for group in self.groups
+        ]
+        return Segments.of(calls, self.text_to.device)
 
     @cached_property
     def text_masks(self) -> dict[Span, Bool[Tensor, "1 1 n keys"]]:

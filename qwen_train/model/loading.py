@@ -6,7 +6,7 @@ import functools
 import importlib
 import mmap
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,9 +268,7 @@ class Columns(nn.Module):
         super().__init__()
         self.columns = columns
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, rows: Tensor) -> Tensor:
-        """Not compiled: each block has its own columns, so each would be compiled separately."""
         return rows[:, self.columns]
 
 
@@ -310,12 +308,14 @@ class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
     @functools.wraps(QwenImageTransformer2DModel.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        parts = columns(self.config)
-        for i, block in enumerate(self.transformer_blocks):
-            block.img_mod = Columns(parts[f"transformer_blocks.{i}.img_mod.1"])
-            block.txt_mod = Columns(parts[f"transformer_blocks.{i}.txt_mod.1"])
+        parts, width = columns(self.config), 6 * self.inner_dim
+        for block in self.transformer_blocks:
+            block.img_mod, block.txt_mod = Columns(slice(0, width)), Columns(slice(width, 2 * width))
         self.norm_out.silu, self.norm_out.linear = nn.Identity(), Columns(parts["norm_out.linear"])
         self.time_text_embed = TimestepRows(parts["norm_out.linear"].stop)
+
+    def _embeddings_of_blocks(self, temb: Tensor) -> Iterable[Tensor]:
+        return torch.split(temb, 12 * self.inner_dim, dim=1)[: len(self.transformer_blocks)]
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         raise ModelError("this transformer lacks its modulation weights, so it cannot be saved whole", do=OFF)

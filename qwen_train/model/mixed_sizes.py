@@ -8,7 +8,7 @@ name. It refuses, by ModelError, models that are hooked, sharded or not supporte
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 import torch
@@ -103,6 +103,10 @@ class MixedSizes:
     """Modules that are never quantised: about a percent of the weights, through which every token passes."""
     UNREACHED: ClassVar[tuple[str, ...]]
     """Parameters of the last block that get no gradient."""
+    recomputed_blocks: Collection[torch.nn.Module] = ()
+    """The blocks that gradient checkpointing recomputes."""
+    is_compiled: bool = False
+    """True after `compile_blocks`: batches are then read so that few graphs serve all."""
     _layout: Layout = "padded"
 
     @classmethod
@@ -140,6 +144,14 @@ class MixedSizes:
             processor = self._processor_class()
             processor._attention_backend = block.attn.processor._attention_backend
             block.attn.set_processor(processor)
+
+    def _inputs_of_blocks(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows; for compiled blocks like the output of a block, or the first one would need graphs of its own: no
+        view, and with a gradient."""
+        if not self.is_compiled:
+            return rows
+        rows = tuple(row.clone() for row in rows)
+        return tuple(row if row.requires_grad else row.requires_grad_(torch.is_grad_enabled()) for row in rows)
 
     @property
     def layout(self) -> Layout:

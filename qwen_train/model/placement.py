@@ -44,7 +44,7 @@ def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
     excluded = {
         "train.method=full": (settings.method == "full", "trained weights stay on the device"),
         "train.fsdp=true": (settings.fsdp, "FSDP2 moves the weights itself"),
-        "train.compile=true": (settings.compile, "a compiled block holds on to its weights"),
+        "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
         f"{quantised} weights": (quantised in BITSANDBYTES, "bitsandbytes weights cannot be moved"),
         f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
             int(settings.gradient_checkpointing) != 1,

@@ -54,8 +54,8 @@ from qwen_train.model.attention import (
     BACKENDS_THAT_MISREAD_MASKS,
     active_backend,
     apply_rotary_embedding,
-    flash_takes,
     gather,
+    in_heads,
     norm_out,
     scaled,
     scatter,
@@ -64,13 +64,13 @@ from qwen_train.model.attention import (
 from qwen_train.model.joint_row import (
     JointRow,
     JointSample,
-    Segment,
     interleaved,
     offsets,
     positions_per_sample,
     refuse_other_tokens,
 )
 from qwen_train.model.mixed_sizes import MixedSizes, image_shapes_per_sample, refuse_other_batch_size, text_validity
+from qwen_train.model.segments import Segment, flash_takes, in_segments
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 # Block-causal attention over the row of `joint_row`, for several samples and noise draws at once.
@@ -235,15 +235,12 @@ class QwenImage21MultiResAttnProcessor(QwenImage21AttnProcessor):  # type: ignor
             return output
         row, head_dim = attention_mask, attn.inner_dim // attn.heads  # a tensor-parallel rank holds fewer heads
 
-        def heads(x: Tensor, projection: nn.Module) -> Tensor:
-            return projection(x).unflatten(-1, (-1, head_dim))  # type: ignore[no-any-return]
-
-        value = heads(hidden_states, attn.to_v)
-        key = rotated(attn.norm_k(heads(hidden_states, attn.to_k)).to(value.dtype), rotary_emb)
+        value = in_heads(hidden_states, attn.to_v, head_dim)
+        key = rotated(in_heads(hidden_states, attn.to_k, head_dim, attn.norm_k), rotary_emb)
         if row.only_draws:
             hidden_states = hidden_states.index_select(1, row.draws_to)
             rotary_emb = None if rotary_emb is None else rotary_emb.index_select(0, row.draws_to)
-        query = rotated(attn.norm_q(heads(hidden_states, attn.to_q)).to(value.dtype), rotary_emb)
+        query = rotated(in_heads(hidden_states, attn.to_q, head_dim, attn.norm_q), rotary_emb)
 
         output = self._attend(query, key, value, row).flatten(2, 3).type_as(query)
         for layer in attn.to_out:  # the projection, then its dropout
@@ -256,6 +253,8 @@ class QwenImage21MultiResAttnProcessor(QwenImage21AttnProcessor):  # type: ignor
         )
         if row.block_mask is not None:
             return attend(query, key, value, attn_mask=row.block_mask)  # type: ignore[no-any-return]
+        if torch.compiler.is_compiling() and self._attention_backend is None and row.attention is not None:
+            return in_segments(query, key, value, row.attention)
         chosen = active_backend(self) is not AttentionBackendName.NATIVE  # any other backend was chosen explicitly
         kernel = None if chosen or not flash_takes(query, key, value) else varlen_kernel()
         if kernel is not None:
@@ -450,13 +449,14 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
         image, text = self.img_in(image), self.txt_in(text)
         x = image.new_zeros(1, row.length, image.shape[-1])
         x = x.index_copy(1, row.text_to, text.to(x.dtype)).index_copy(1, row.image_to, image)
+        (x,) = self._inputs_of_blocks(x)
 
         timestep = timestep.flatten().to(x.dtype)
         temb = self.time_text_embed(torch.cat([timestep, timestep.new_zeros(1)]), x)
         modulation = self.modulation(temb)
 
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
-        last = replace(row, only_draws=True, block_mask=row.draws_block_mask)
+        last = replace(row, only_draws=True, block_mask=row.draws_block_mask, attention=row.draws_attention)
         for block in self.transformer_blocks:
             run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
             x = run(x, modulation, rotary, last if block is self.transformer_blocks[-1] else row)

@@ -24,8 +24,9 @@ True
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -97,11 +98,11 @@ def zero_padding(x: Shaped[Tensor, "B N C"], padding: Bool[Tensor, "B N 1"] | No
 
 
 def joint_attention_mask(
-    text_valid: Bool[Tensor, "B L"], image_valid: Bool[Tensor, "B S"], device: torch.device
+    text_valid: Bool[Tensor, "B L"], image_valid: Bool[Tensor, "B S"], device: torch.device, *, always: bool = False
 ) -> Bool[Tensor, "B 1 1 L+S"] | None:
-    """The valid keys, text first; None if all are valid, since any mask rules out SDPA's flash kernel."""
+    """The valid keys, text first; None if all are valid unless `always`: any mask rules out SDPA's flash kernel."""
     valid = torch.cat([text_valid, image_valid], dim=1)
-    return None if valid.all() else to_device(valid[:, None, None, :], device)
+    return None if valid.all() and not always else to_device(valid[:, None, None, :], device)
 
 
 class RopeWithoutCache(QwenEmbedRope):  # type: ignore[misc]
@@ -168,6 +169,8 @@ class BatchLayout:
     attention_mask: Bool[Tensor, "B 1 1 N"] | None = None
     modulate_index: Int[Tensor, "B S"] | None = None
     packing: Packing | None = None
+    embeddings: int = -1
+    """The rows of the timestep's embedding, if they are not B."""
 
     def rows(self, image: Shaped[Tensor, "B S C"], text: Shaped[Tensor, "B L D"]) -> tuple[Tensor, Tensor]:
         """Image and text as the blocks take them: with zeros for padding, or packed."""
@@ -269,16 +272,16 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
         image, text = batch.rows(hidden_states, encoder_hidden_states)
         attention_kwargs = self._attention_arguments(attention_kwargs, batch)
 
-        image, text = self.img_in(image), self.txt_in(self.txt_norm(text))
-        timestep = timestep.to(image.dtype)
+        image, text = self._inputs_of_blocks(self.img_in(image), self.txt_in(self.txt_norm(text)))
+        timestep = timestep.to(image.dtype).expand(batch.embeddings)
         if self.zero_cond_t:
             timestep = torch.cat([timestep, timestep * 0])
         temb = self.time_text_embed(timestep, image, additional_t_cond)
 
         checkpointing = torch.is_grad_enabled() and self.gradient_checkpointing
-        for block in self.transformer_blocks:
+        for block, embedding in zip(self.transformer_blocks, self._embeddings_of_blocks(temb), strict=False):
             run = functools.partial(self._gradient_checkpointing_func, block) if checkpointing else block
-            text, image = run(image, text, None, temb, batch.rotary, attention_kwargs, batch.modulate_index)
+            text, image = run(image, text, None, embedding, batch.rotary, attention_kwargs, batch.modulate_index)
 
         temb = temb.chunk(2)[0] if self.zero_cond_t else temb
         if batch.packing is None:
@@ -287,6 +290,10 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
             image = norm_out(self.norm_out, image, temb, batch.packing.image_runs)
         sample = batch.padded(self.proj_out(image))
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+    def _embeddings_of_blocks(self, temb: Tensor) -> Iterable[Tensor]:
+        """The embedding of the timestep that each block takes."""
+        return itertools.repeat(temb)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read_batch(
@@ -311,14 +318,16 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
             half = self.config.attention_head_dim // 2
             refuse_other_rotary(rotary, (batch_size, image_length, half), (batch_size, text_length, half))
         if self.layout == "padded":
-            mask = joint_attention_mask(text_valid, image_valid, device)
+            always = self.is_compiled and batch_size > 1  # with and without a mask are two graphs
+            mask = joint_attention_mask(text_valid, image_valid, device, always=always)
             index = modulation_index(samples, image_length, device) if self.zero_cond_t else None
             image_padding, text_padding = padding_of(image_valid, device), padding_of(text_valid, device)
             batch = BatchLayout(size, image_padding, text_padding, rotary, mask, index)
         else:
             targets = [math.prod(images[0]) for images in samples] if self.zero_cond_t else None
-            packing = Packing.of(image_valid, text_valid, targets, device)
-            batch = BatchLayout(size, None, None, rotary, packing=packing)
+            rows = max(2, batch_size) if self.is_compiled else batch_size  # a dimension of 1 is another graph
+            packing = Packing.of(image_valid, text_valid, targets, device, rows)
+            batch = BatchLayout(size, None, None, rotary, packing=packing, embeddings=rows)
         image_rotary, text_rotary = batch.rows(*rotary)
         return replace(batch, rotary=(torch.view_as_real(image_rotary), torch.view_as_real(text_rotary)))
 

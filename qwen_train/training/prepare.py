@@ -26,6 +26,7 @@ from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start
 from qwen_train.lora.reader import read_lora
 from qwen_train.memory import PARTS, largest_batch, largest_image, memory_for_training, predict_memory
+from qwen_train.model.compilation import compile_blocks, with_compile
 from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
@@ -161,7 +162,7 @@ class Prepared:
 
     start: Start
     config: Config
-    """With the layout that was chosen."""
+    """With the layout that was chosen, and what train.compile has become."""
     out: Path
     accelerator: Accelerator
     transformer: Any
@@ -191,7 +192,10 @@ def prepare(start: Start) -> Prepared:
     )
     with together():
         optimizer_class(start.config)  # refused before the transformer is loaded
-    config = with_layout(start.config, accelerator.device, start.out if start.newest else None)
+    before = start.out if start.newest else None
+    config = with_layout(start.config, accelerator.device, before)
+    with together():
+        config, not_compiled = with_compile(config, accelerator.device, settings.max_steps, before)
     set_seed(settings.seed)
     follower = Follower.beginning(start, is_main=accelerator.is_main_process) if settings.follow else None
     samples, begin = (follower.samples, follower.taken[-1].begin) if follower else (None, Begin())
@@ -230,6 +234,8 @@ def prepare(start: Start) -> Prepared:
     p = Prepared(start, config, start.out, accelerator, *state)
     with together():
         if accelerator.is_main_process:
+            if not_compiled:
+                console().print(plain(f"blocks are not compiled: {not_compiled}"), markup=False)
             announce(p, start, changed)
     return p
 
@@ -295,7 +301,7 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     if assistant:
         add_assistant(transformer, assistant, compute_dtype(settings))
     if settings.compile:
-        transformer.compile_repeated_blocks()
+        compile_blocks(transformer)
     return transformer
 
 

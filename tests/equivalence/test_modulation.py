@@ -9,6 +9,7 @@ model makes of it is judged by float32, as all of bfloat16 (`transformer_judge.a
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
 from qwen_train.memory import SampleSize, predict_memory
 from qwen_train.model import loading
+from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, check_settings, tabulate, timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.training import prepare
 from tests.support.commands import refused
 from tests.support.judge import AS_FAR
 from tests.support.paths import load_tool
@@ -405,8 +408,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(train: Trainer) -> None:
 def test_compiled_blocks_learn_the_same(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row's part is another in each block, and must not make another graph of it."""
     settings = {**SMALL, "train.mixed_precision": "bf16", "train.max_steps": 1, "train.compile": True}
-    compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(prepare, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
     losses, graphs = [], []
     for tabulated in (False, True):
         torch.compiler.reset()

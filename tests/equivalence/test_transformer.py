@@ -209,9 +209,9 @@ SCALED = attention.scaled
 
 PACKING_MUTANTS = {
     "text padding packed too": lambda image, text, *rest: PACKING(image, torch.ones_like(text), *rest),
-    "control images modulated as targets": lambda image, text, targets, device: PACKING(image, text, None, device),
-    "neighbour's target length": lambda image, text, targets, device: PACKING(
-        image, text, targets[1:] + targets[:1], device
+    "control images modulated as targets": lambda image, text, targets, *rest: PACKING(image, text, None, *rest),
+    "neighbour's target length": lambda image, text, targets, *rest: PACKING(
+        image, text, targets[1:] + targets[:1], *rest
     ),
     "image modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "image_rows"),
     "text modulated by another sample": lambda *batch: with_rows_rolled(PACKING(*batch), "text_rows"),

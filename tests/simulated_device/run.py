@@ -69,7 +69,7 @@ def forget() -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from qwen_train.model import attention
+    from qwen_train.model import segments
 
     from .broken import BROKEN
 
@@ -81,7 +81,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     backend.reset_peaks()
     backend.events.clear()
     steps, varlen_calls = Steps(), backend.calls(VARLEN)
-    flash = patch.object(attention, "runs_flash", lambda device: device.type == "simu", create=True)
+    flash = patch.object(segments, "runs_flash", lambda device: device.type == "simu", create=True)
     with steps.watched(), flash, BROKEN[job.get("broken")](), backend.peaks_kept() as peaks:
         result = call(job["program"], job["arguments"])
     waits = steps.waits()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -29,6 +30,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
+from qwen_train.model.compilation import compile_blocks
 from qwen_train.run import Launch
 from qwen_train.training import checkpoint, prepare
 from qwen_train.training.start import starting
@@ -242,8 +244,7 @@ def train_compiled(train: Trainer, monkeypatch: pytest.MonkeyPatch, settings: di
     torch.compiler.reset()
     counters.clear()
     jaxtyping.config.update("jaxtyping_disable", True)  # the compiler cannot see through the shape checks
-    compile_ = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_(self, backend="aot_eager"))
+    monkeypatch.setattr(prepare, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
     try:
         out = train(settings=settings, train__compile=True)
     finally:

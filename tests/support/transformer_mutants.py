@@ -64,12 +64,12 @@ MASK_MUTANTS = {
     "image padding attended": (
         COUNTS,
         "joint_attention_mask",
-        lambda text, image, device: JOINT_MASK(text, torch.ones_like(image), device),
+        lambda text, image, *rest, **options: JOINT_MASK(text, torch.ones_like(image), *rest, **options),
     ),
     "text padding attended": (
         TEXTS,
         "joint_attention_mask",
-        lambda text, image, device: JOINT_MASK(torch.ones_like(text), image, device),
+        lambda text, image, *rest, **options: JOINT_MASK(torch.ones_like(text), image, *rest, **options),
     ),
     "control images modulated as targets": (
         COUNTS,

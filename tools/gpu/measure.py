@@ -74,11 +74,11 @@ def install_simulated_device() -> None:
     """Make torch's accelerator the simulated one, with the kernel that packed rows use on CUDA."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
-    from qwen_train.model import attention
+    from qwen_train.model import segments
     from tests.simulated_device import backend
 
     backend.install(ROOT)
-    attention.runs_flash = lambda device: device.type == SIMULATED  # type: ignore[assignment]
+    segments.runs_flash = lambda device: device.type == SIMULATED  # type: ignore[assignment]
 
 
 # ---- time ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,216 @@
+"""Compiled blocks: two graphs for every batch, with the outputs and gradients of the stock model.
+
+The backend "eager" runs what dynamo has captured, "aot_eager" its forward and backward graphs too; neither makes C++.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.utils import counters
+
+from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.settings.load import Config
+from qwen_train.model import compilation, joint_row, segments
+from qwen_train.model.compilation import compile_blocks, with_compile
+from qwen_train.weights import checkpoint_blocks, freeze_unreached
+from tests.support import transformer_21_judge as judge_21
+from tests.support import transformer_judge as judge
+from tests.support.marks import slow
+from tests.support.transformer_judge import assert_equal
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+CASES = {
+    "20B": [judge.MIXED, judge.COUNTS, judge.COUNTS[1:2], judge.SWAPPED, judge.MIXED[:1]],
+    "2.1": [
+        judge_21.MIXED_21,
+        judge_21.COUNTS_21,
+        judge_21.COUNTS_21[2:3],
+        judge_21.SWAPPED_21,
+        judge_21.COUNTS_21[:1],
+    ],
+}
+JUDGES: dict[str, Any] = {"20B": (judge, judge.LORA), "2.1": (judge_21, judge_21.LORA_21)}
+
+
+def adapted(model: Any, lora: Any) -> Any:
+    model.requires_grad_(False)
+    torch.manual_seed(0)
+    model.add_adapter(lora)
+    return model
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "zero_cond_t", "draws"),
+    [
+        ("20B", "packed", True, 1),
+        slow("20B", "packed", False, 1),
+        slow("20B", "padded", True, 1),
+        ("2.1", "packed", False, 1),
+        slow("2.1", "packed", False, 3),
+        slow("2.1", "padded", False, 1),
+    ],
+)
+def test_two_graphs_serve_every_batch(family: str, layout: str, zero_cond_t: bool, draws: int) -> None:
+    """The last block, whose text or prefix nothing uses, and the others; a batch of one sample is no other.
+
+    In the padded layout one sample is a dimension of 1, which has graphs of its own.
+    """
+    its, lora = JUDGES[family]
+    stock = its.stock_model(**({"zero_cond_t": True} if zero_cond_t else {}))
+    model = its.multi_res_model(stock, layout)
+    adapted(stock, lora)
+    adapted(model, lora)
+    freeze_unreached(model)
+    checkpoint_blocks(model, 1)
+    compile_blocks(model, backend="eager")
+    graphs = []
+    for case in CASES[family]:
+        samples = its.random_samples(*case, **({"draws": draws} if family == "2.1" else {}))
+        expected, found = its.run_singly(stock, samples), its.run_batched(model, samples)
+        without = [name for name, p in model.named_parameters() if p.requires_grad == (p.grad is None)]
+        assert without == [], "a zero in place of no gradient would let weight decay shrink what nothing uses"
+        unreached = expected.gradients.keys() - found.gradients.keys()
+        assert all(not expected.gradients[name].any() for name in unreached)
+        assert_equal(found, judge.Run(expected.outputs, {name: expected.gradients[name] for name in found.gradients}))
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == ([2, 2, 2, 2, 2] if layout == "packed" or family == "2.1" else [2, 2, 4, 4, 4])
+    with torch.no_grad():
+        for case in CASES[family]:
+            model(**its.batch_of(its.random_samples(*case, **({"draws": draws} if family == "2.1" else {}))))
+    assert counters["stats"]["unique_graphs"] == 2 * graphs[-1]
+
+
+def compiled(layers: int = 2, backend: str = "eager") -> Any:
+    model = judge.multi_res_model(judge.stock_model(num_layers=layers), "packed")
+    adapted(model, judge.LORA)
+    freeze_unreached(model)
+    checkpoint_blocks(model, 1)
+    compile_blocks(model, backend=backend)
+    return model
+
+
+def test_a_recomputed_block_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, forward = [], segments._forward
+    monkeypatch.setattr(segments, "_forward", lambda *inputs: calls.append(1) or forward(*inputs))
+    samples = judge.random_samples(*judge.MIXED)
+    judge.run_batched(compiled(backend="aot_eager"), samples)
+    assert len(calls) == 2 * len(samples), "in each of two blocks once per sample"
+
+
+def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "GRAPHS", 1)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    with pytest.raises(FailOnRecompileLimitHit):
+        judge.run_batched(compiled(), judge.random_samples(*judge.MIXED))
+
+
+def test_another_attention_backend_is_refused() -> None:
+    model = judge.multi_res_model(judge.stock_model(), "packed")
+    model.set_attention_backend("_native_math")
+    with pytest.raises(ModelError, match="compiled blocks compute attention themselves"):
+        compile_blocks(model)
+
+
+# ---- the operation ---------------------------------------------------------------------------------------------------
+
+
+def inputs_of(row: joint_row.JointRow, of: segments.Segments, dtype: torch.dtype) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = sum(row.query_lengths), row.length, row.length
+    tensors = [torch.randn(length, 2, 8, generator=generator, dtype=dtype).requires_grad_() for length in lengths]
+    return [*tensors, *of]
+
+
+def rows(draws: int) -> list[tuple[joint_row.JointRow, segments.Segments]]:
+    """The row of a batch with texts between images, and that of its last block."""
+    model = judge_21.multi_res_model(judge_21.stock_model(), "packed")
+    batch = judge_21.batch_of(judge_21.random_samples(*judge_21.COUNTS_21, draws=draws))
+    names = ("hidden_states", "encoder_hidden_states", "encoder_hidden_states_mask", "timestep", "img_shapes")
+    row = model._read_batch(*(batch[name] for name in names), batch["image_positions"])[0]
+    last = replace(row, only_draws=True)
+    return [(row, row.attention), (last, row.draws_attention)]
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_the_operation_is_the_attention_of_segments(draws: int) -> None:
+    from qwen_train.model.qwen_image_21 import dispatch_attention_fn, segmented_attention
+
+    for row, of in rows(draws):
+        inputs = inputs_of(row, of, torch.float64)
+        expected = segmented_attention(*(x[None] for x in inputs[:3]), row, dispatch_attention_fn)
+        found = segments.in_segments(*(x[None] for x in inputs[:3]), of)
+        assert judge.distance(found, expected) < 1e-12
+        weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        gradients = [torch.autograd.grad((x * weight).sum(), inputs[:3]) for x in (expected, found)]
+        assert all(judge.distance(b, a) < 1e-12 for a, b in zip(*gradients, strict=True))
+
+
+def test_the_operation_keeps_the_compilers_contract() -> None:
+    """Its schema, its shapes without data, and its backward pass."""
+    for row, of in rows(2):
+        torch.library.opcheck(segments.segments, tuple(inputs_of(row, of, torch.float32)))
+
+
+@pytest.mark.parametrize("draws", [1, 3])
+def test_calls_of_the_variable_length_kernel(draws: int) -> None:
+    """The kernel runs on CUDA alone. It gets what the uncompiled model gives it, whose calls others test."""
+    for row, of in rows(draws):
+        calls = segments._calls(*of, together=True)
+        begins = [0, *itertools.accumulate(row.lengths)]
+        assert len(calls) == len(row.varlen_calls)
+        for call, expected in zip(calls, row.varlen_calls, strict=True):
+            assert [x.tolist() for x in call.bounds] == [x.tolist() for x in expected.bounds]
+            assert (call.longest, call.is_text, call.lengths) == (expected.longest, expected.is_text, expected.lengths)
+            keys = [(begins[i] + begin, begins[i] + end) for i, (begin, end) in expected.keys]
+            assert call.keys == keys
+        asked = sorted(span for call in calls for span in call.queries)
+        assert asked[0][0] == 0
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(asked))
+
+
+# ---- train.compile ---------------------------------------------------------------------------------------------------
+
+
+GPU = torch.device("cuda")
+
+
+def chosen(run: Path | None = None, *, device: torch.device = GPU, steps: int = 1000, **train: Any) -> tuple[bool, str]:
+    config, reason = with_compile(Config(train=train), device, steps, run)
+    return config.train.compile, reason
+
+
+def test_auto_compiles_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compilation, "runs_flash", lambda _: True)
+    monkeypatch.setattr(compilation, "has_compiler", lambda: True)
+    assert chosen() == (True, "")
+    assert chosen(steps=200) == (True, "")
+    assert chosen(steps=199) == (False, "fewer than 200 steps are left")
+    assert chosen(offload_blocks=3) == (False, "train.offload_blocks moves the weights")
+    assert chosen(lora={"lora_dropout": 0.1}) == (False, "the adapter has dropout")
+    assert chosen(compile=False) == (False, "")
+    assert chosen(device=torch.device("cpu")) == (False, "")
+    assert chosen(device=torch.device("cpu"), compile=True) == (True, "")
+    (tmp_path / "qwen.yaml").write_text(yaml.safe_dump({"train": {"compile": True}}), "utf-8")
+    assert chosen(tmp_path, steps=10) == (True, ""), "as the run began"
+    assert chosen(tmp_path, compile=False) == (False, "")
+    monkeypatch.setattr(compilation, "has_compiler", lambda: False)
+    assert chosen() == (False, "there is no Triton, or no C compiler")
+    monkeypatch.setattr(compilation, "runs_flash", lambda _: False)
+    why = "compiled blocks need a CUDA device from Ampere on, and train.mixed_precision=bf16"
+    assert chosen() == (False, why)
+    with pytest.raises(ConfigError, match=f"train.compile=true: {why}"):
+        chosen(compile=True)
