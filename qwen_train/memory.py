@@ -168,7 +168,8 @@ def predict_memory(
     check_adapter(settings, transformer)
     settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
     layers = int(transformer["num_layers"])
-    every = int(settings.train.gradient_checkpointing) or 1
+    setting = settings.train.gradient_checkpointing
+    every = 1 if setting == "auto" else int(setting) or 1
     few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora):
@@ -560,13 +561,22 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     settings = with_layout(settings, ACCELERATOR)
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
     family, image = family_of_transformer(transformer), workload.image
+    choices = []
+    if settings.train.gradient_checkpointing == "auto" and not settings.train.offload_blocks:
+        totals, layers = memory_by_blocks(transformer, settings, batch, image), int(transformer["num_layers"])
+        counts = {layers * quarter // 4 for quarter in range(5)}
+        counts |= {fewest_recomputed(totals, SAFE * capacity)} if capacity else set()
+        choices = [
+            {"blocks": count, "memory": totals[count], "time": round(step_time(transformer, settings, batch, count), 3)}
+            for count in sorted(counts)
+        ]
     memory = predict_memory(transformer, settings, batch, image=image)
     report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
         "largest_sample": tokens_of([largest], settings.train, family),
         "memory": {**asdict(memory), "total": memory.total},
         "host_memory": host_bytes(transformer, settings),
-    }
+    } | ({"recomputed_blocks": choices} if choices else {})
     if capacity is None:
         return report
     most = most_tokens(transformer, settings, largest, capacity)
@@ -620,6 +630,55 @@ def fewest_blocks(transformer: dict[str, Any], settings: Config, batch: Sequence
     left = capacity - predict_memory(transformer, every, batch).total
     stay = max(0, left) / (1 + FRAGMENTATION) // block_bytes(transformer, every)
     return int(max(transformer["num_layers"] - stay, 1))
+
+
+# ---- blocks to recompute ---------------------------------------------------------------------------------------------
+
+SAFE = 0.92
+"""The share of the device's memory that a choice by itself may take: predictions were up to 6 % too low."""
+
+
+def memory_by_blocks(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], image: SampleSize | None = None
+) -> list[int]:
+    """The total memory if 0, 1, … or all blocks are recomputed; linear in those that are not."""
+    totals = [
+        predict_memory(
+            transformer, _changed(settings, {"train.gradient_checkpointing": each}), batch, image=image
+        ).total
+        for each in (True, False)
+    ]
+    layers, (least, most) = int(transformer["num_layers"]), totals
+    further = max(1, layers - 1)  # beside the one that is being recomputed
+    return [most, *(least + (most - least) * (layers - count) // further for count in range(1, layers + 1))]
+
+
+def fewest_recomputed(memory: Sequence[int], capacity: float) -> int:
+    """The smallest number of recomputed blocks that fits; all if none does."""
+    return next((count for count, total in enumerate(memory) if total <= capacity), len(memory) - 1)
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """The indices of as many blocks, evenly."""
+    return [layers * i // count for i in range(count)]
+
+
+def step_time(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], count: int) -> float:
+    """The time of a step in which `count` blocks are recomputed, relative to one in which all are.
+
+    By floating-point operations of the blocks: a forward pass, its repetition, and the backward pass, which takes as
+    many for the linear layers as the forward pass (twice as many where they are trained) and 2.5 times as many for
+    attention (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1). Attention counts as if each token saw all of its
+    sample.
+    """
+    family, layers = family_of_transformer(transformer), int(transformer["num_layers"])
+    tokens = [tokens_of([sample], settings.train, family) for sample in batch]
+    width = int(transformer["num_attention_heads"] * transformer["attention_head_dim"])
+    of_linears = 2 * (13 if family.joint_sequence else 12) * width * width * sum(tokens)
+    of_attention = 4 * width * sum(n * n for n in tokens)
+    forward = of_linears + of_attention
+    backward = (2 if settings.train.method == "full" else 1) * of_linears + 2.5 * of_attention
+    return (forward * (1 + count / layers) + backward) / (2 * forward + backward)
 
 
 def _changed(settings: Config, changes: dict[str, Any]) -> Config:

@@ -110,6 +110,21 @@ class Steps:
             self.stream.close()
 
     def next(self) -> dict[str, float]:
+        """A step, and its metrics. Where the plan chose which blocks to recompute and was wrong, all are, and the step
+        begins again."""
+        run, consumed, micro_batches = self.p.run, self.p.run.consumed_samples, self.p.accelerator.step
+        try:
+            return self._step()
+        except torch.OutOfMemoryError:
+            if not self.p.recompute_all():
+                raise
+        self.close()
+        self.stream, run.consumed_samples, self.p.accelerator.step = None, consumed, micro_batches
+        run.optimizer.zero_grad()
+        console().print(f"step {run.step + 1} ran out of memory: all blocks are recomputed from here on")
+        return self._step()
+
+    def _step(self) -> dict[str, float]:
         """Train batches until a step is taken; its metrics."""
         run, stats, began, before = self.p.run, StepStats(), time.monotonic(), self.p.run.consumed_samples
         while True:

@@ -8,7 +8,8 @@ bfloat16, and the optimizer rounds updates at random. Full training of quantised
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,9 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     """Apply the settings: layout, layers, checkpointing, LoRA, frozen weights; the transformer in training mode."""
     transformer.layout = "padded" if settings.layout == "auto" else settings.layout
     replace_layers(transformer)
-    if settings.gradient_checkpointing:
-        checkpoint_blocks(transformer, int(settings.gradient_checkpointing))
+    checkpoint_blocks(
+        transformer, recomputed_blocks(settings.gradient_checkpointing, len(transformer.transformer_blocks))
+    )
     if settings.method == "lora":
         add_lora(transformer, settings.lora)
     freeze_unreached(transformer)
@@ -162,15 +164,29 @@ def compute_dtype(settings: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
 
 
-def checkpoint_blocks(transformer: Any, every: int) -> None:
-    """Gradient checkpointing of every n-th block: recompute it in the backward pass."""
-    recomputed = set(list(transformer.transformer_blocks)[::every])
+def recomputed_blocks(setting: str | int, layers: int) -> range:
+    """The blocks of `train.gradient_checkpointing`: all, none or every n-th one; for "auto" all."""
+    every = 1 if setting == "auto" else int(setting)
+    return range(0, layers, every) if every else range(0)
+
+
+def checkpoint_blocks(transformer: Any, indices: Iterable[int]) -> None:
+    """Gradient checkpointing of these blocks: recompute them in the backward pass."""
+    blocks = list(transformer.transformer_blocks)
+    recomputed = {blocks[i] for i in indices}
+    transformer.recomputed_blocks = recomputed
+    if transformer.is_compiled:
+        for block in blocks:
+            block.forward = functools.partial(block.forward.func, block, block in recomputed)
+        return
 
     def run(block: torch.nn.Module, *arguments: Any) -> Any:
         return checkpoint(block, *arguments, use_reentrant=False) if block in recomputed else block(*arguments)
 
-    transformer.recomputed_blocks = recomputed
-    transformer.enable_gradient_checkpointing(run)
+    if recomputed:
+        transformer.enable_gradient_checkpointing(run)
+    else:
+        transformer.disable_gradient_checkpointing()
 
 
 def freeze_unreached(transformer: Any) -> None:

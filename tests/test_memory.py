@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,11 +20,20 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
-from qwen_cache.settings.load import load_config
+from qwen_cache.settings.load import Config, load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train import memory
 from qwen_train.inference.cached import generate_cached
-from qwen_train.memory import Memory, SampleSize, predict_memory, tokens_of
+from qwen_train.memory import (
+    Memory,
+    SampleSize,
+    fewest_recomputed,
+    memory_by_blocks,
+    predict_memory,
+    spread,
+    step_time,
+    tokens_of,
+)
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training.validation import evaluating
@@ -331,6 +341,29 @@ def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> 
     assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
 
 
+def test_as_few_blocks_are_recomputed_as_fit() -> None:
+    """Against the prediction for every second and every third of five blocks."""
+    large = [SampleSize(((1, 64, 64), (1, 64, 64)), 450)]
+    by_blocks = memory_by_blocks(SMALL, load_config(None), large)
+    of_blocks = {0: "false", 2: "3", 3: "2", 5: "true"}
+    for count, setting in of_blocks.items():
+        total = predicted(SMALL, [f"train.gradient_checkpointing={setting}"], large).total
+        assert 0.99 * total <= by_blocks[count] <= 1.06 * total
+    assert by_blocks[0] > 1.15 * by_blocks[5]
+    assert [fewest_recomputed(by_blocks, size) for size in (*by_blocks, 0)] == [0, 1, 2, 3, 4, 5, 5]
+    assert spread(3, 5) == [0, 1, 3]
+
+
+def test_the_time_of_recomputing() -> None:
+    """Of linear layers a step without is two passes of three with frozen weights, three of four with trained ones."""
+    tiny = [SampleSize(((1, 1, 1),), 1)]
+    times = [
+        [step_time(REAL, Config(train=TrainConfig(method=method)), tiny, count) for count in (0, 30, 60)]
+        for method in ("lora", "full")
+    ]
+    assert times == [pytest.approx([2 / 3, 5 / 6, 1], rel=1e-3), pytest.approx([3 / 4, 7 / 8, 1], rel=1e-3)]
+
+
 @pytest.mark.slow
 def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path) -> None:
     options = ("--model", real_model, "--gpu-memory", "20GB", "--set", "train.gradient_checkpointing=false")
@@ -350,8 +383,17 @@ def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path
 
 
 def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:
-    result = run("qwen-train", "plan", built("edit-plus"), "--model", tiny_model("edit-plus"), "--gpu-memory", "0.5GB")
+    options = (
+        "--model",
+        tiny_model("edit-plus"),
+        "--gpu-memory",
+        "0.5GB",
+        "--set",
+        "train.gradient_checkpointing=auto",
+    )
+    result = run("qwen-train", "plan", built("edit-plus"), *options)
     assert (result.code, result.stderr) == (1, "")
+    assert re.search(r"with 0 blocks recomputed: \d+ MB, \d\d % of the time with all", result.stdout)
     assert "does not fit in 500 MB" in result.stdout
     assert "frozen weights" in result.stdout
 

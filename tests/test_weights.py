@@ -29,6 +29,7 @@ from qwen_train import weights
 from qwen_train.inference.pipeline import choose, load_pipeline
 from qwen_train.lora.export import Lora, merge
 from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Block
+from qwen_train.training import prepare
 
 from .support.commands import refused
 from .support.judge import TOLERANCE
@@ -202,6 +203,32 @@ def test_every_nth_block_is_recomputed_with_the_same_result(
     blocks = prepared[-1].run.transformer.transformer_blocks
     assert [counted[id(block)] / 6 for block in blocks] == calls  # in six batches
     assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+
+
+def test_all_blocks_are_recomputed_where_the_plan_was_wrong(
+    train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step that ran out of memory is repeated, whatever it had done."""
+    settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0, "train.gradient_accumulation_steps": 2}
+    plain = train(settings=settings, out="plain")
+    monkeypatch.setattr(prepare, "total_memory", lambda _: 1)
+    monkeypatch.setattr(prepare, "fewest_recomputed", lambda memory, capacity: len(memory) - 2)
+    counts, compute_loss = [], training.compute_loss
+
+    def runs_out(transformer: Any, *inputs: Any) -> Any:
+        counts.append(len(prepared[-1].run.transformer.recomputed_blocks))
+        if len(counts) == 4:  # in the second batch of the second step
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute_loss(transformer, *inputs)
+
+    monkeypatch.setattr(training, "compute_loss", runs_out)
+    result = train.try_(settings=settings, train__gradient_checkpointing="auto", out="out")
+    out = train.folder / "out"
+    batches = 2 * len(column(plain, "loss"))
+    assert counts == [1] * 4 + [2] * (batches - 2)
+    assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
+    assert "1 of 2 blocks are recomputed" in result.stderr
+    assert "step 2 ran out of memory: all blocks are recomputed from here on" in result.stderr
 
 
 @pytest.mark.slow

@@ -90,6 +90,11 @@ def reports_memory(device: torch.device) -> bool:
     return False
 
 
+def total_memory(device: torch.device) -> int | None:
+    """The bytes of the device's memory; None where torch cannot say."""
+    return int(device_module(device).mem_get_info(device)[1]) if reports_memory(device) else None
+
+
 def new_stream(device: torch.device) -> Any | None:
     """A stream of `device` that begins after all that was issued so far, such as weights; None without streams."""
     if not has_streams(device):

@@ -367,8 +367,9 @@ class TrainConfig(BatchConfig):
     """Optimizer steps."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
-    gradient_checkpointing: bool | Positive = True
-    """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block."""
+    gradient_checkpointing: Literal["auto"] | bool | Positive = True
+    """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block. auto: as
+    many blocks as the GPU's memory asks for."""
     offload_blocks: NotNegative = 0
     """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing. Two of them fit on the
     device at once, so memory is saved from 3 on."""

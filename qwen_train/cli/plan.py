@@ -60,6 +60,11 @@ def print_plan(report: dict[str, Any]) -> None:
     batch = report["largest_batch"]
     out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
     out.print(table)
+    for choice in report.get("recomputed_blocks", []):
+        out.print(
+            f"with {plural(choice['blocks'], 'block')} recomputed: {human_bytes(choice['memory'])}, "
+            f"{100 * choice['time']:.0f} % of the time with all"
+        )
     if report["host_memory"]:
         out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for the offloaded blocks, pinned")
     if "build" in report:

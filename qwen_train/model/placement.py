@@ -47,7 +47,7 @@ def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
         "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
         f"{quantised} weights": (quantised in BITSANDBYTES, "bitsandbytes weights cannot be moved"),
         f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
-            int(settings.gradient_checkpointing) != 1,
+            settings.gradient_checkpointing not in ("auto", 1),
             "a block whose activations are kept keeps its weights on the device too",
         ),
     }

@@ -13,7 +13,7 @@ from accelerate.utils import set_seed
 
 from qwen_cache.batching import BEGIN, Begin, Summary
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.devices import choose_device, torch_dtype
+from qwen_cache.models.devices import choose_device, torch_dtype, total_memory
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.storage.files import make_folder, write_durably
@@ -25,7 +25,17 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start
 from qwen_train.lora.reader import read_lora
-from qwen_train.memory import PARTS, largest_batch, largest_image, memory_for_training, predict_memory
+from qwen_train.memory import (
+    PARTS,
+    SAFE,
+    fewest_recomputed,
+    largest_batch,
+    largest_image,
+    memory_by_blocks,
+    memory_for_training,
+    predict_memory,
+    spread,
+)
 from qwen_train.model.compilation import compile_blocks, with_compile
 from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
@@ -43,7 +53,14 @@ from qwen_train.training.validation import (
     make_validation_images,
     noised_samples,
 )
-from qwen_train.weights import compute_dtype, load_transformer, prepare_for_training, trainable, with_layout
+from qwen_train.weights import (
+    checkpoint_blocks,
+    compute_dtype,
+    load_transformer,
+    prepare_for_training,
+    trainable,
+    with_layout,
+)
 
 # ---- run summary -----------------------------------------------------------------------------------------------------
 # The summary that a run prints before training, and the facts for its report: data, batches, steps, memory.
@@ -122,6 +139,8 @@ def print_memory(
     """
     if not batches.cache.has_index or config.train.fsdp:
         return
+    if config.train.gradient_checkpointing == "auto" and device != "cpu":
+        return  # said when the blocks were chosen
     batch, _ = largest_batch(batches)
     image = largest_image(validation_cache)
     memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
@@ -178,6 +197,18 @@ class Prepared:
     """With train.follow, which looks for new commits of the cache."""
     saved: int
     """The step of the last checkpoint."""
+
+    def recompute_all(self) -> bool:
+        """Recompute all blocks from now on, after the memory did not suffice; False if that changes nothing.
+
+        Only with train.gradient_checkpointing=auto, in one process: others would wait for this one.
+        """
+        transformer, alone = self.run.transformer, self.accelerator.num_processes == 1
+        layers = len(transformer.transformer_blocks)
+        chosen = self.config.train.gradient_checkpointing == "auto" and len(transformer.recomputed_blocks) < layers
+        if chosen and alone:
+            checkpoint_blocks(transformer, range(layers))
+        return chosen and alone
 
 
 def prepare(start: Start) -> Prepared:
@@ -296,6 +327,8 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
         check_cache(batches.cache, start.model, transformer.config)
     check_shardable(transformer, settings, accelerator.num_processes)
     prepare_for_training(transformer, settings)
+    if settings.gradient_checkpointing == "auto":
+        checkpoint_blocks(transformer, blocks_to_recompute(start, config, batches, accelerator))
     if first is not None:
         start_from(transformer, Path(first))
     if assistant:
@@ -303,6 +336,24 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     if settings.compile:
         compile_blocks(transformer)
     return transformer
+
+
+def blocks_to_recompute(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> list[int]:
+    """The blocks that train.gradient_checkpointing=auto recomputes: as few as fit into the device's memory.
+
+    All where the memory cannot be predicted, and where the device does not say how much it has.
+    """
+    transformer, device = start.model.transformer_config, accelerator.device
+    count = layers = int(transformer["num_layers"])
+    capacity = total_memory(device)
+    predictable = batches.cache.has_index and not config.train.fsdp and not config.train.offload_blocks
+    if capacity is not None and predictable:
+        batch, image = largest_batch(batches)[0], largest_image(start.validation_cache)
+        memory = memory_by_blocks(transformer, config, batch, image)
+        count = fewest_recomputed(memory, SAFE * capacity)
+        taken = human_bytes(memory[count])
+        console().print(f"{count} of {layers} blocks are recomputed, which takes about {taken}", highlight=False)
+    return spread(count, layers)
 
 
 def load_decoder(start: Start, config: Config) -> Any:

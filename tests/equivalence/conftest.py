@@ -9,6 +9,7 @@ import jaxtyping
 import pytest
 import torch
 from torch._dynamo.backends.registry import lookup_backend
+from torch._dynamo.utils import counters
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +29,7 @@ def layout(request: pytest.FixtureRequest) -> str:
 def fresh_compiler() -> Iterator[None]:
     """Without the shape checks of the test runner, which the compiler cannot see through."""
     torch.compiler.reset()
+    counters.clear()
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -75,7 +75,7 @@ def test_two_graphs_serve_every_batch(family: str, layout: str, zero_cond_t: boo
     adapted(stock, lora)
     adapted(model, lora)
     freeze_unreached(model)
-    checkpoint_blocks(model, 1)
+    checkpoint_blocks(model, range(3))
     compile_blocks(model, backend="eager")
     graphs = []
     for case in CASES[family]:
@@ -98,7 +98,7 @@ def compiled(layers: int = 2, backend: str = "eager") -> Any:
     model = judge.multi_res_model(judge.stock_model(num_layers=layers), "packed")
     adapted(model, judge.LORA)
     freeze_unreached(model)
-    checkpoint_blocks(model, 1)
+    checkpoint_blocks(model, range(layers))
     compile_blocks(model, backend=backend)
     return model
 
@@ -113,8 +113,7 @@ def test_a_recomputed_block_keeps_its_attention(monkeypatch: pytest.MonkeyPatch)
 
 def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "GRAPHS", 1)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    with pytest.raises(FailOnRecompileLimitHit):
+    with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FailOnRecompileLimitHit):
         judge.run_batched(compiled(), judge.random_samples(*judge.MIXED))
 
 

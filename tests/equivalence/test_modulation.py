@@ -101,7 +101,7 @@ def trained(model: Any, layout: str = "padded", *, checkpointing: bool = False) 
     model.layout = layout
     if checkpointing:
         model.train()
-        weights.checkpoint_blocks(model, 2)
+        weights.checkpoint_blocks(model, range(0, len(model.transformer_blocks), 2))
     with torch.autocast("cpu", torch.bfloat16):
         return run_batched(model, random_samples(*COUNTS, dtype=torch.bfloat16))
 
