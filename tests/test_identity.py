@@ -194,13 +194,19 @@ def test_names_and_folders_make_no_difference(pairs: Path, model: Path, tmp_path
     "setting",
     [
         *("train.batch_size=4", "cache.shard_size=1", "cache.compression=zstd", "cache.vae_device=cpu"),
-        *("cache.text_device=cpu", "cache.recipe=another", "train.seed=7", "data.on_error=skip"),
+        *("cache.recipe=another", "train.seed=7", "data.on_error=skip"),
     ],
 )
 def test_settings_that_make_no_difference_to_a_tensor_make_none_to_a_key(
     setting: str, pairs: Path, model: Path
 ) -> None:
     assert keys_of(pairs, model, setting) == keys_of(pairs, model)
+
+
+def test_in_float32_the_device_makes_no_difference_to_a_key(pairs: Path, model: Path) -> None:
+    """In bfloat16 it does where it is a CPU (`tests/test_recipe.py`)."""
+    settings = ("cache.text_device=cpu", "cache.text_device=cuda:0")
+    assert len({str(keys_of(pairs, model, "cache.dtype=float32", setting)) for setting in settings}) == 1
 
 
 @pytest.mark.parametrize(

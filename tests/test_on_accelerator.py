@@ -153,12 +153,15 @@ def cpu_caches(
 
 TWO_DEVICES = ("--vae-device", "simu:0", "--text-device", "simu:1")
 ONE_DEVICE = ("--vae-device", "simu:0", "--text-device", "simu:0")
+TEXT_ALONE = ("--vae-device", "cpu", "--text-device", "simu:0")
 BUILDS = {
     "two devices": ("edit-plus", TWO_DEVICES),
     "one device": ("edit-plus", ONE_DEVICE),
     "one condition image": ("edit", TWO_DEVICES),
     "text to image": ("t2i", TWO_DEVICES),
     "qwen-image-21": ("qwen-image-21", ONE_DEVICE),
+    "text encoder alone": ("edit-plus", TEXT_ALONE),
+    "text encoder of qwen-image-21 alone": ("qwen-image-21", TEXT_ALONE),
 }
 
 
@@ -187,6 +190,12 @@ def test_a_cache_is_that_of_the_cpu(
 ) -> None:
     done(builds[name])
     assert_same_cache(folder / "caches" / name, cpu_caches(BUILDS[name][0]))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_patches_are_multiplied_on_the_device(name: str, builds: dict[str, Report]) -> None:
+    """The VAE has all convolutions."""
+    assert (builds[name]["convolutions"] == 0) == (BUILDS[name][1] == TEXT_ALONE)
 
 
 @pytest.mark.parametrize(("name", "device"), [("two devices", "0"), ("two devices", "1"), ("one device", "0")])

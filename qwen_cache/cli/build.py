@@ -208,7 +208,7 @@ def run_build(
     if not dry_run and ray is None:
         check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
-        jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation)
+        jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation, here=ray is None)
     if repair:
         jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
     make = _plan_repair if repair else partial(plan_build, replace_recipe=replace_recipe, takes_latents=ray is None)

@@ -25,7 +25,7 @@ from qwen_cache.encode.plan import (
     SourceSlice,
     make_plan,
 )
-from qwen_cache.encode.recipe import EditMasks, ReusableSamples, make_recipe, recipe_changes
+from qwen_cache.encode.recipe import EditMasks, ReusableSamples, as_cached, make_recipe, recipe_changes
 from qwen_cache.errors import ConfigError, Notice, Problem, ShardError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -172,10 +172,12 @@ def prepare_build(
     source: str | None,
     on_bytes: Callable[[int], None] = lambda _: None,
     model: ModelFolder | None = None,
+    *,
+    here: bool = True,
 ) -> BuildJob:
     """Find the model, read the source, fingerprint the weights. ConfigError, ModelError or SourceError if one fails.
 
-    `model` is that of `fitting_model`, if it was called before.
+    `model` is that of `fitting_model`, if it was called before. `here`: this machine encodes, not a cluster.
     """
     folder = destination(config.cache.path)
     if directory.is_same(location(source or config.data.source), folder):
@@ -187,7 +189,7 @@ def prepare_build(
     left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
     rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend, marked=config.data.marked_phrases)
-    recipe = make_recipe(model, config, on_bytes)
+    recipe = recipe_of_build(config, model, on_bytes, here=here)
     return BuildJob(
         config,
         folder,
@@ -207,7 +209,17 @@ def prepare_build(
 def prepare_service(config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
     """A job without rows, which come later. ConfigError or ModelError as for `prepare_build`."""
     folder, model = destination(config.cache.path), fitting_model(config)
-    return BuildJob(config, folder, model, make_recipe(model, config, on_bytes), [], [])
+    return BuildJob(config, folder, model, recipe_of_build(config, model, on_bytes), [], [])
+
+
+def recipe_of_build(
+    config: Config, model: ModelFolder, on_bytes: Callable[[int], None] = lambda _: None, *, here: bool = True
+) -> dict[str, Any]:
+    """The recipe of a build, as the cache has it if that is the same; FormatError for a damaged cache."""
+    made = make_recipe(model, config, on_bytes, here=here)
+    manifest = directory.read_manifest(destination(config.cache.path))
+    cached = manifest.recipes.get(config.cache.recipe or DEFAULT_RECIPE) if manifest else None
+    return as_cached(made, cached.recipe) if cached else made
 
 
 def fitting_model(config: Config) -> ModelFolder:

@@ -30,7 +30,7 @@ from qwen_cache.encode.builder import (
     staging_name,
 )
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, RememberedImages, make_plan
-from qwen_cache.encode.recipe import EditMasks, make_recipe, recipe_changes
+from qwen_cache.encode.recipe import EditMasks, as_cached, for_any_device, make_recipe, recipe_changes
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample
@@ -204,7 +204,7 @@ def prepare(cache: Cache, settings: Config, source: str, on_bytes: Callable[[int
         do = "give it with --set data.mask_head=FILE"
         raise ConfigError("this cache was made with a mask head, which is not named", where=cache.folder, do=do)
     model = fitting_model(config)
-    recipe = make_recipe(model, config, on_bytes)
+    recipe = as_cached(for_any_device(make_recipe(model, config, on_bytes)), cache.recipe.recipe)
     if recipe != cache.recipe.recipe:
         written_by = cache.manifest.written_by.get("qwen-cache", "an unknown version")
         raise ConfigError(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -181,13 +182,16 @@ def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
 # The recipe: everything besides the content that decides the stored tensors, so that a key can never be stale.
 #
 # Weights are identified by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of
-# the encoding code that changes its output.
+# the encoding code that changes its output. `patch_embedding` is there only where images were encoded in bfloat16 on a
+# CPU: samples of earlier versions, which may be wrong there, lack it, and accelerators always gave right ones.
 
 ENCODER_VERSION = 2
+PATCH_EMBEDDING = "patch_embedding"
 _CONFIGURATION = (".json", ".txt", ".jinja")
 _LONGEST = 28  # characters of a value that a message shows: every number and pipeline, no hash
 _VERSION, _PROMPT = "version of qwen-cache, which encodes differently", "prompt template"
 _PARTS = {"vae": "VAE", "text_encoder": "text encoder", "processor": "tokenizer or processor"}
+_PATCHES = "images encoded in bfloat16 on a CPU, which earlier versions may have done wrongly"
 _INTERNAL = {
     **dict.fromkeys(("encoder_version", "edit_mask_version", "image_backend", "positions"), _VERSION),
     **dict.fromkeys(("family", "license", "image_mode", "final_norm", "text_rows_only"), _VERSION),
@@ -197,8 +201,13 @@ _INTERNAL = {
 """What messages call an entry that is not a setting. If only one of two recipes has it, other entries differ too."""
 
 
-def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> dict[str, Any]:
-    """The recipe of a build; `on_bytes` gets the number of bytes of weights just hashed."""
+def make_recipe(
+    model: ModelFolder, config: Config, on_bytes: Callable[[int], None] = lambda _: None, *, here: bool = True
+) -> dict[str, Any]:
+    """The recipe of a build; `on_bytes` gets the number of bytes of weights just hashed.
+
+    `here` is False where another machine encodes: then the device `auto` counts as an accelerator.
+    """
     family, template = model.family, model.template
     processor = [model.component(each) for each in model.facts.encoder_parts if each in ("tokenizer", "processor")]
     recipe: dict[str, Any] = {
@@ -222,7 +231,19 @@ def make_recipe(model: ModelFolder, config: Config, on_bytes: Callable[[int], No
             "image_backend": "pil",  # torchvision's resize gives slightly other pixels
             "positions": "mrope-3d",  # transformers 5 falls back to 1-D positions without mm_token_type_ids
         }
+        if config.cache.dtype == "bfloat16" and _encodes_on_cpu(config.cache.text_device, here=here):
+            recipe[PATCH_EMBEDDING] = "product"
     return recipe | _family(family) | EditMasks.of(config).recipe(recipe)
+
+
+def _encodes_on_cpu(text_device: str, *, here: bool) -> bool:
+    """True if the CPU encodes images for any of the text encoders."""
+    names = {name.strip() for name in text_device.split(",")}
+    if "cpu" in names or "auto" not in names or not here or find_spec("torch") is None:
+        return "cpu" in names
+    from qwen_cache.models.devices import accelerator
+
+    return accelerator() is None
 
 
 def _family(family: Family) -> dict[str, Any]:
@@ -241,16 +262,36 @@ def _family(family: Family) -> dict[str, Any]:
     }
 
 
+def as_cached(made: dict[str, Any], cached: dict[str, Any]) -> dict[str, Any]:
+    """The recipe `made` with the entries of `cached` under which a cache has the same already.
+
+    An accelerator adds to what a CPU has encoded in bfloat16, since both are right.
+    """
+    is_alike = _is_alike(made, cached)
+    return made | ({PATCH_EMBEDDING: cached[PATCH_EMBEDDING]} if is_alike and PATCH_EMBEDDING in cached else {})
+
+
+def _is_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if both have the same pipeline and dtype, so that a missing PATCH_EMBEDDING means another device."""
+    return all(one.get(name) == other.get(name) for name in ("pipeline", "dtype"))
+
+
+def for_any_device(made: dict[str, Any]) -> dict[str, Any]:
+    """The recipe `made` on one machine, to compare with that of another: what is encoded now is right on both."""
+    return {name: value for name, value in made.items() if name != PATCH_EMBEDDING}
+
+
 def recipe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """The differences of two recipes for a message: `dtype bfloat16 → float32`, `another VAE`."""
     if (tool := old.get("imported_from")) != new.get("imported_from"):
         return [f"imported from {tool}" if tool else "built, not imported"]
     changes: dict[str, None] = {}  # a set in this order
+    is_alike = _is_alike(old, new)
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
-        if before == after or (
-            name in _INTERNAL and (None in (before, after) or old.get("pipeline") != new.get("pipeline"))
-        ):
+        if before == after or (name == PATCH_EMBEDDING and not is_alike):
+            continue
+        if name in _INTERNAL and (None in (before, after) or old.get("pipeline") != new.get("pipeline")):
             continue
         changes[_change(name, before, after)] = None
     return list(changes) or ([f"another {_VERSION}"] if old != new else [])
@@ -258,6 +299,8 @@ def recipe_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 
 def _change(name: str, before: object, after: object) -> str:
     sides = [_setting_value(value) for value in (before, after)]
+    if name == PATCH_EMBEDDING:
+        return _PATCHES
     if name in _PARTS or name in _INTERNAL:
         return f"another {_PARTS.get(name) or _INTERNAL[name]}"
     setting = {"attention": "store_attention"}.get(name, name)

@@ -26,9 +26,10 @@ from qwen_cache.encode.builder import (
     check_prompts,
     fitting_model,
     prepare_build,
+    recipe_of_build,
 )
 from qwen_cache.encode.plan import SourceSlice
-from qwen_cache.encode.recipe import EditMasks, make_recipe
+from qwen_cache.encode.recipe import EditMasks
 from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.format import directory
 from qwen_cache.models.folder import ModelFolder
@@ -57,20 +58,21 @@ def check_wanted(config: Config, *, alone: bool) -> None:
 
 
 def prepare_with_validation(
-    config: Config, source: str | None, on_bytes: Callable[[int], None], *, alone: bool = False
+    config: Config, source: str | None, on_bytes: Callable[[int], None], *, alone: bool = False, here: bool = True
 ) -> list[BuildJob]:
     """The builds of the cache, unless the validation cache is wanted `alone`, and of that, if it is wanted.
 
-    Raises ConfigError if it is wanted alone and has no rows, else the errors of `prepare_build`.
+    `here` is that of `prepare_build`. Raises ConfigError if it is wanted alone and has no rows, else the errors of
+    `prepare_build`.
     """
     check_wanted(config, alone=alone)
     if not is_wanted(config):
-        return [prepare_build(config, source, on_bytes)]
+        return [prepare_build(config, source, on_bytes, here=here)]
     model = fitting_model(config)
     rows = ValidationRows.read(config, model, partial(check_prompts, model))  # before the weights, which take longer
     if alone:
-        return [rows.job(config, model, make_recipe(model, config, on_bytes))]
-    job = prepare_build(config, source, on_bytes, model)
+        return [rows.job(config, model, recipe_of_build(config, model, on_bytes, here=here))]
+    job = prepare_build(config, source, on_bytes, model, here=here)
     return [job, rows.job(config, model, job.recipe)]
 
 

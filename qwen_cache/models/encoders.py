@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -99,7 +99,29 @@ def load_text_encoder(folder: Path, dtype: torch.dtype) -> Any:
     """
     config = model_config(read_config(folder / "config.json"), folder)
     kind = MODELS[config.model_type]
-    return load_whole(kind, folder, config=config, dtype=dtype, attn_implementation=config._attn_implementation)
+    model = load_whole(kind, folder, config=config, dtype=dtype, attn_implementation=config._attn_implementation)
+    model.model.visual.patch_embed.proj.__class__ = PatchEmbedding
+    return model
+
+
+# ---- patch embedding -------------------------------------------------------------------------------------------------
+# The first layer of the vision tower as a matrix product: a convolution whose windows do not overlap is one.
+#
+# In bfloat16 torch's Conv3d takes four to five times as long on a CPU, and is wrong on one with AMX (pytorch #169688).
+# Both are the same function, and differ by rounding. In float32 a CPU keeps Conv3d, and caches keep their bytes.
+# `fusion_config` of transformers does the same to Qwen3-VL, but leaves Qwen2.5-VL without the weights of this layer.
+
+
+class PatchEmbedding(nn.Conv3d):
+    """A Conv3d of single patches, with the same parameters; they and their device decide how it computes."""
+
+    def forward(self, patches: Float[Tensor, "N C T P P"]) -> Float[Tensor, "N D 1 1 1"]:
+        if self.weight.device.type == "cpu" and self.weight.dtype != torch.bfloat16:
+            return super().forward(patches)
+        return self.product(patches)
+
+    def product(self, patches: Float[Tensor, "N C T P P"]) -> Float[Tensor, "N D 1 1 1"]:
+        return linear(patches.flatten(1), self.weight.flatten(1), self.bias)[..., None, None, None]
 
 
 # ---- processor -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""The vision tower as an accelerator runs it: one call for windows of one length, and no wait for the device.
+"""The vision tower as an accelerator runs it: patches by a product, one call for windows of one length, no wait.
 
 The judge is the stock tower with the same weights. The new path is called on the CPU, which in a build keeps the stock
-one; a wait shows on the device `meta`, whose tensors have no values to wait for.
+one, but for patches in bfloat16; a wait shows on the device `meta`, whose tensors have no values to wait for.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qwen_cache.encode.text import TextEncoder, TextRequest
 from qwen_cache.models import encoders
@@ -22,6 +22,7 @@ from tests.support.marks import slow
 from tests.support.text_encoder import images
 
 CPU = torch.device("cpu")
+FLOATS = (torch.float32, torch.bfloat16)
 VARIANTS = ["edit", "qwen-image-21"]
 """Qwen2.5-VL has windows, and attends to whole images in some layers; Qwen3-VL does that in all of them."""
 SIZES = {
@@ -49,6 +50,88 @@ def features(tower: Any, inputs: dict[str, Tensor]) -> Tensor:
     """`[tokens, D]`: what enters the language model, with all features that enter its layers side by side."""
     output = tower(inputs["hidden_states"].to(tower.dtype), grid_thw=inputs["grid_thw"])
     return torch.cat([output.pooler_output, *(getattr(output, "deepstack_features", None) or [])], dim=-1)
+
+
+# ---- patches ---------------------------------------------------------------------------------------------------------
+
+
+def convolutions(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights of every Conv3d that runs from now on."""
+    weights: list[Tensor] = []
+    stock = nn.Conv3d._conv_forward
+
+    def record(self: nn.Conv3d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weights.append(weight)
+        return stock(self, x, weight, bias)
+
+    monkeypatch.setattr(nn.Conv3d, "_conv_forward", record)
+    return weights
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_product_of_patches_is_their_convolution(variant: str, tiny_model: TinyModel) -> None:
+    proj = tower_of(tiny_model(variant), torch.bfloat16).patch_embed.proj.double()
+    assert (proj.bias is None) == (variant == "edit")
+    patches = torch.randn(64, proj.in_channels, *proj.kernel_size, dtype=torch.float64)
+    patches = patches.bfloat16().double()  # so that all dtypes get the same
+    exact = nn.Conv3d.forward(proj, patches)
+    for dtype in (torch.float64, *FLOATS):
+        proj, patches = proj.to(dtype), patches.to(dtype)
+        product, convolution = proj.product(patches), nn.Conv3d.forward(proj, patches)
+        assert product.shape == convolution.shape
+        assert_same(product.flatten(1), convolution.flatten(1), exact.flatten(1))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("device", "dtype", "convolves"),
+    [("cpu", torch.float32, True), ("cpu", torch.bfloat16, False), *(("meta", each, False) for each in FLOATS)],
+)
+def test_patches_are_convolved_in_float32_on_a_cpu_alone(
+    device: str,
+    dtype: torch.dtype,
+    convolves: bool,
+    variant: str,
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tower = tower_of(tiny_model(variant), dtype, torch.device(device))
+    inputs = inputs_for(tower, SIZES["ragged"])
+    inputs["hidden_states"] = inputs["hidden_states"].to(device)
+    weights = convolutions(monkeypatch)
+    if device == "meta":  # as on an accelerator; the stock tower would ask the device for sizes
+        batch_windows(tower)
+    features(tower, inputs)
+    assert len(weights) == convolves
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_in_float32_a_cpu_keeps_the_bytes_of_the_stock_tower(variant: str, tiny_model: TinyModel) -> None:
+    """And its parameters, under the same names."""
+    ours, folder = tower_of(tiny_model(variant), torch.float32), tiny_model(variant) / "text_encoder"
+    kind = encoders.MODELS[encoders.text_encoder_type(folder)]
+    stock = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").model.visual
+    inputs = inputs_for(stock, SIZES["ragged"])
+    assert torch.equal(features(ours, inputs), features(stock, inputs))
+    theirs = stock.state_dict()
+    assert list(ours.state_dict()) == list(theirs)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_a_build_in_bfloat16_on_the_cpu_multiplies_patches(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the class that encodes; no other layer of it is a Conv3d."""
+    model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
+    for dtype, count in ((torch.bfloat16, 0), (torch.float32, 1)):
+        encoder = TextEncoder(model, CPU, dtype)
+        with monkeypatch.context() as patches:
+            weights = convolutions(patches)
+            encoder.encode_whole(images(2), "make it blue")
+        assert len(weights) == count
+
+
+# ---- windows ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

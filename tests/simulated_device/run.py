@@ -2,8 +2,9 @@
 
 JOBS.json is a list of `{"program": "qwen-train", "arguments": [...], "capacity": {"0": bytes}, "broken": name}`, the
 last two optional. REPORTS.json has for each job the exit code, the output, all events, the waits of each training step,
-the peaks of memory, the losses, and how often the variable-length kernel ran. All jobs run in this process, so that it
-imports and compiles once; what an earlier job left in memory, such as diffusers' cached tables, is not counted.
+the peaks of memory, the losses, and how often the variable-length kernel and convolutions ran. All jobs run in this
+process, so that it imports and compiles once; what an earlier job left in memory, such as diffusers' cached tables, is
+not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from . import backend, simu
 
 ROOT = Path(__file__).parents[2]
 VARLEN = "aten::_flash_attention_forward"
+CONVOLUTION = "aten::convolution"
 
 
 class Steps:
@@ -80,7 +82,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         backend.set_capacity(int(device), None if capacity is None else capacity + size)
     backend.reset_peaks()
     backend.events.clear()
-    steps, varlen_calls = Steps(), backend.calls(VARLEN)
+    steps, varlen_calls, convolutions = Steps(), backend.calls(VARLEN), backend.calls(CONVOLUTION)
     flash = patch.object(segments, "runs_flash", lambda device: device.type == "simu", create=True)
     with steps.watched(), flash, BROKEN[job.get("broken")](), backend.peaks_kept() as peaks:
         result = call(job["program"], job["arguments"])
@@ -97,6 +99,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         },
         "losses": steps.losses(),
         "varlen_calls": backend.calls(VARLEN) - varlen_calls,
+        "convolutions": backend.calls(CONVOLUTION) - convolutions,
     }
 
 
