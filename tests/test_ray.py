@@ -398,11 +398,11 @@ def test_a_node_with_other_weights_is_refused(
     cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make = builder.make_recipe
-    monkeypatch.setattr(builder, "make_recipe", lambda *job, **where: {**make(*job, **where), "vae": "0" * 32})
+    monkeypatch.setattr(builder, "make_recipe", lambda *job, **where: {**make(*job, **where), "processor": "0" * 32})
     result = build_on(cluster, table, tmp_path / "shards", model)
     assert result.code == 2
     assert "the model or the environment of this node gives another recipe, on node" in result.stderr
-    assert "(found another VAE)" in result.stderr
+    assert "(found another tokenizer or processor)" in result.stderr
     assert not log.encoded()
 
 

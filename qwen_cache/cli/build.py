@@ -56,7 +56,7 @@ from qwen_cache.extras import require
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.format.update import Existing, Update
+from qwen_cache.format.update import Existing, Update, record_vae_encoders
 from qwen_cache.options import fail
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.remote import Url
@@ -388,6 +388,7 @@ def _nothing_to_do(task: Task) -> dict[str, Any]:
     else:
         why = f"{job.folder} already holds this source"
         save_settings(job.folder, job.config)  # those of a build that was killed before it could
+        record_vae_encoders(task.update)  # of a cache that an older version wrote
     console().print(f"nothing to do: {plain(why)}", markup=False)
     samples = len(task.update.existing.rows.where_in(recipe=[recipe_id(job.recipe)]))
     return {**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True}

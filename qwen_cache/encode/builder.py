@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -25,7 +25,7 @@ from qwen_cache.encode.plan import (
     SourceSlice,
     make_plan,
 )
-from qwen_cache.encode.recipe import EditMasks, ReusableSamples, as_cached, make_recipe, recipe_changes
+from qwen_cache.encode.recipe import EditMasks, ReusableSamples, as_cached, make_recipe, recipe_changes, vae_encoders
 from qwen_cache.errors import ConfigError, Notice, Problem, ShardError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
@@ -80,6 +80,8 @@ class BuildJob:
     """Rows that the source leaves out, of all slices."""
     notices: tuple[Notice, ...] = ()
     """Facts about rows that are used all the same."""
+    vae_encoders: Mapping[str, str] = field(default_factory=dict)
+    """The hash that the manifest gets of the VAE (`Manifest.vae_encoders`)."""
 
     def keeps(self, name: str) -> bool:
         """True if a cached sample of this name belongs to another slice."""
@@ -189,7 +191,7 @@ def prepare_build(
     left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
     rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend, marked=config.data.marked_phrases)
-    recipe = recipe_of_build(config, model, on_bytes, here=here)
+    recipe, encoders = recipe_of_build(config, model, on_bytes, here=here)
     return BuildJob(
         config,
         folder,
@@ -203,23 +205,35 @@ def prepare_build(
         source or config.data.source,
         source_rows.left_out,
         source_rows.notices,
+        encoders,
     )
 
 
 def prepare_service(config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
     """A job without rows, which come later. ConfigError or ModelError as for `prepare_build`."""
     folder, model = destination(config.cache.path), fitting_model(config)
-    return BuildJob(config, folder, model, recipe_of_build(config, model, on_bytes), [], [])
+    recipe, encoders = recipe_of_build(config, model, on_bytes)
+    return BuildJob(config, folder, model, recipe, [], [], vae_encoders=encoders)
 
 
 def recipe_of_build(
     config: Config, model: ModelFolder, on_bytes: Callable[[int], None] = lambda _: None, *, here: bool = True
-) -> dict[str, Any]:
-    """The recipe of a build, as the cache has it if that is the same; FormatError for a damaged cache."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The recipe of a build, and its `vae_encoders`. Where it gives the same as that of the cache, it is that one.
+
+    Without a cache it is that of the first cache of `cache.reuse`, whose samples are then found. FormatError for a
+    damaged cache.
+    """
     made = make_recipe(model, config, on_bytes, here=here)
-    manifest = directory.read_manifest(destination(config.cache.path))
-    cached = manifest.recipes.get(config.cache.recipe or DEFAULT_RECIPE) if manifest else None
-    return as_cached(made, cached.recipe) if cached else made
+    encoders, name = vae_encoders(model, made), config.cache.recipe or DEFAULT_RECIPE
+    named = [destination(config.cache.path), *map(location, config.cache.reuse)]
+    folders = [folder for folder in named if isinstance(folder, Url) or folder.is_dir()]
+    manifest = next((it for it in map(directory.read_manifest, folders) if it and it.recipes), None)
+    if manifest is None:
+        return made, encoders
+    cached = manifest.recipes.get(name) or next(iter(manifest.recipes.values()))
+    recipe = as_cached(made, cached.recipe, {**manifest.vae_encoders, **encoders})
+    return recipe, ({recipe["vae"]: encoders[made["vae"]]} if encoders else {})
 
 
 def fitting_model(config: Config) -> ModelFolder:
@@ -443,7 +457,7 @@ def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
     if job.sliced:
         ours = job.sliced.in_order(ours + listed(_of_other_slices(job, existing)))
     update = plan_update(job.folder, existing, job.format_version, existing.others(job.recipe_name) + ours)
-    return replace(update, order=plan.grouped(update.order))
+    return replace(update, order=plan.grouped(update.order), vae_encoders=job.vae_encoders)
 
 
 def update_of_slice(job: BuildJob, plan: BuildPlan) -> Update:

@@ -30,7 +30,14 @@ from qwen_cache.encode.builder import (
     staging_name,
 )
 from qwen_cache.encode.plan import BuildPlan, PlannedSample, RememberedImages, make_plan
-from qwen_cache.encode.recipe import EditMasks, as_cached, for_any_device, make_recipe, recipe_changes
+from qwen_cache.encode.recipe import (
+    EditMasks,
+    as_cached,
+    for_any_device,
+    make_recipe,
+    recipe_changes,
+    vae_encoders,
+)
 from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample
@@ -204,7 +211,9 @@ def prepare(cache: Cache, settings: Config, source: str, on_bytes: Callable[[int
         do = "give it with --set data.mask_head=FILE"
         raise ConfigError("this cache was made with a mask head, which is not named", where=cache.folder, do=do)
     model = fitting_model(config)
-    recipe = as_cached(for_any_device(make_recipe(model, config, on_bytes)), cache.recipe.recipe)
+    made = for_any_device(make_recipe(model, config, on_bytes))
+    encoders = {**cache.manifest.vae_encoders, **vae_encoders(model, made)}
+    recipe = as_cached(made, cache.recipe.recipe, encoders)
     if recipe != cache.recipe.recipe:
         written_by = cache.manifest.written_by.get("qwen-cache", "an unknown version")
         raise ConfigError(
@@ -441,6 +450,7 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     last = dict.fromkeys(ours, "") | {shard_of[key]: key for key in order}
     whole, listed = existing.only(existing.rows.without(lost)), existing.only(existing.rows.without(dropped)).listed
     update = plan_update(job.folder, whole, job.format_version, listed, order, last)
+    update = replace(update, vae_encoders=job.vae_encoders)
     return Repair(_with_finished(job, existing, plan), update, _elsewhere(existing, damaged.keys() - ours))
 
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Chunk, Encoders, Encoding, WorkersState
-from qwen_cache.encode.recipe import as_cached, for_any_device, make_recipe, recipe_changes
+from qwen_cache.encode.recipe import as_cached, for_any_device, make_recipe, recipe_changes, vae_encoders
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.extras import install_command
 from qwen_cache.format.remote import Stored
@@ -70,7 +70,8 @@ class Worker:
         if not job.model.path.is_dir():
             job = replace(job, model=open_model(config.model.path, ENCODER_PARTS, config.model.revision))
         made = for_any_device(make_recipe(job.model, config))
-        if different := recipe_changes(job.recipe, as_cached(made, job.recipe)):
+        encoders = {**job.vae_encoders, **vae_encoders(job.model, made)}
+        if different := recipe_changes(job.recipe, as_cached(made, job.recipe, encoders)):
             raise ModelError(
                 "the model or the environment of this node gives another recipe",
                 where=job.model.path,

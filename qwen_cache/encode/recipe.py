@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE, Family
-from qwen_cache.models.folder import ModelFolder, fingerprint
+from qwen_cache.models.folder import ModelFolder, fingerprint, vae_encoder_fingerprint
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, load_config, overridden, parse_yaml
 from qwen_cache.sources.sizes import Resolution, Size, crop_box
@@ -183,7 +183,8 @@ def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
 #
 # Weights are identified by the hash of their files, never by name or date. ENCODER_VERSION goes up with any change of
 # the encoding code that changes its output. `patch_embedding` is there only where images were encoded in bfloat16 on a
-# CPU: samples of earlier versions, which may be wrong there, lack it, and accelerators always gave right ones.
+# CPU: samples of earlier versions, which may be wrong there, lack it, and accelerators always gave right ones. `vae` is
+# the hash of the whole folder; where another one has the same encoder, a cache keeps its recipe (`as_cached`).
 
 ENCODER_VERSION = 2
 PATCH_EMBEDDING = "patch_embedding"
@@ -262,11 +263,20 @@ def _family(family: Family) -> dict[str, Any]:
     }
 
 
-def as_cached(made: dict[str, Any], cached: dict[str, Any]) -> dict[str, Any]:
+def vae_encoders(model: ModelFolder, recipe: dict[str, Any]) -> dict[str, str]:
+    """The hash of what decides the latents of the model's VAE, by the hash of its folder; none if it is not known."""
+    found = vae_encoder_fingerprint(model.component("vae"))
+    return {recipe["vae"]: found} if found else {}
+
+
+def as_cached(made: dict[str, Any], cached: dict[str, Any], encoders: Mapping[str, str]) -> dict[str, Any]:
     """The recipe `made` with the entries of `cached` under which a cache has the same already.
 
-    An accelerator adds to what a CPU has encoded in bfloat16, since both are right.
+    A VAE with another decoder gives the same latents: `encoders` are the `vae_encoders` of both. An accelerator adds to
+    what a CPU has encoded in bfloat16, since both are right.
     """
+    if encoders.get(made["vae"], made["vae"]) == encoders.get(str(cached.get("vae"))):
+        made = made | {"vae": cached["vae"]}
     is_alike = _is_alike(made, cached)
     return made | ({PATCH_EMBEDDING: cached[PATCH_EMBEDDING]} if is_alike and PATCH_EMBEDDING in cached else {})
 

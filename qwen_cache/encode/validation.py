@@ -9,7 +9,7 @@ folder that is the cache's or the source's own, format v1, and sizes that the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -71,9 +71,9 @@ def prepare_with_validation(
     model = fitting_model(config)
     rows = ValidationRows.read(config, model, partial(check_prompts, model))  # before the weights, which take longer
     if alone:
-        return [rows.job(config, model, recipe_of_build(config, model, on_bytes, here=here))]
+        return [rows.job(config, model, *recipe_of_build(config, model, on_bytes, here=here))]
     job = prepare_build(config, source, on_bytes, model, here=here)
-    return [job, rows.job(config, model, job.recipe)]
+    return [job, rows.job(config, model, job.recipe, job.vae_encoders)]
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,14 @@ class ValidationRows:
         folder = _folder(config)
         return cls(folder, _read(config, model, check))
 
-    def job(self, config: Config, model: ModelFolder, recipe: dict[str, Any]) -> BuildJob:
+    def job(
+        self, config: Config, model: ModelFolder, recipe: dict[str, Any], vae_encoders: Mapping[str, str]
+    ) -> BuildJob:
         """Their build with the recipe of the cache."""
         source = config.validation.source or str(self.folder)  # where what is known of the images is remembered
         rows, problems, notices = self.content.rows, self.content.problems, self.content.notices
-        return BuildJob(config, self.folder, model, recipe, rows, problems, source=source, notices=notices)
+        job = BuildJob(config, self.folder, model, recipe, rows, problems, source=source, notices=notices)
+        return replace(job, vae_encoders=vae_encoders)
 
 
 def _folder(config: Config) -> Path | Url:

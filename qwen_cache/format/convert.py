@@ -66,7 +66,7 @@ def plan_migration(source: Path | Url, target: Path | Url, old: int, new: int) -
     update = plan_update(target, existing, new, given.listed, by_position(given.manifest, given.rows))
     if not in_place and len(existing) and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
-    return update
+    return replace(update, vae_encoders=given.manifest.vae_encoders)
 
 
 def _unfit(rows: KeyedRows, format_version: int) -> list[str]:
@@ -218,7 +218,9 @@ def plan_merge(given: Sources, target: Path | Url) -> Merge:
     taken = _without_repeated(existing.rows, given.selected)
     rows = sum((listed(rows) for _, rows in taken), existing.listed)
     order = [key for cache, rows in taken for key in by_position(cache.manifest, rows)]
-    return Merge(plan_update(target, existing, max(versions), rows, order), recipes, taken)
+    encoders = {vae: encoder for cache in caches for vae, encoder in cache.manifest.vae_encoders.items()}
+    update = replace(plan_update(target, existing, max(versions), rows, order), vae_encoders=encoders)
+    return Merge(update, recipes, taken)
 
 
 def _without_repeated(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qwen_cache.errors import (
@@ -105,6 +105,7 @@ FORMAT = "qwen-cache"
 VERSIONS = (1, 2)
 MANIFEST_NAME = "cache.json"
 CHECKSUM = "checksum"
+VAE_ENCODERS = "vae_encoders"
 HASH_KEY = "xxh3_128"
 DEFAULT_RECIPE = "default"  # the name of a recipe that the user did not name
 SHARD_PATTERN = re.compile(HASH_PATTERN.pattern + r"\.tar")
@@ -169,6 +170,20 @@ class Manifest:
     def empty(cls, format_version: int) -> Manifest:
         """The manifest of a cache that does not exist yet."""
         return cls(format_version, {}, IndexFile(0, 0, ""), ())
+
+    @property
+    def vae_encoders(self) -> dict[str, str]:
+        """The hash of what decides the latents of a VAE, by the hash of its folder, as a recipe has it."""
+        found = self.ignorable.get(VAE_ENCODERS, {})
+        return {vae: encoder for vae, encoder in found.items() if isinstance(encoder, str)}
+
+    def with_vae_encoders(self, more: Mapping[str, str]) -> Manifest:
+        """The manifest with the hashes that it has and `more`, of the VAEs of its recipes."""
+        known, vaes = {**self.vae_encoders, **more}, [recipe.recipe.get("vae") for recipe in self.recipes.values()]
+        of_recipes = {vae: known[vae] for vae in sorted(known) if vae in vaes}
+        others = {name: value for name, value in self.ignorable.items() if name != VAE_ENCODERS}
+        entry = {VAE_ENCODERS: {"must_understand": False, **of_recipes}} if of_recipes else {}
+        return replace(self, ignorable=others | entry)
 
     def to_bytes(self) -> bytes:
         """The bytes of the file: readable; equal manifests give equal bytes."""

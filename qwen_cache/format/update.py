@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
 
-from qwen_cache.errors import ChecksumError, ConfigError, FormatError
+from qwen_cache.errors import ChecksumError, ConfigError, ConflictError, FormatError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import LocalShards, RangedShards, RemoteShards
 from qwen_cache.format.directory import load_index
@@ -144,6 +144,8 @@ class Update:
     """The keys to write, in their order in the new shards."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Shards that a repair replaces by ones with the same samples, each with the key of its last sample."""
+    vae_encoders: Mapping[str, str] = field(default_factory=dict)
+    """The hashes that the manifest gets beside its own (`Manifest.vae_encoders`)."""
 
     @property
     def is_nothing(self) -> bool:
@@ -313,6 +315,15 @@ def commit_early(
     return replace(update, existing=now, kept=kept, moved=now.rows.at(update.moved.positions))
 
 
+def record_vae_encoders(update: Update) -> None:
+    """Commit the `vae_encoders` of a dataset that is up to date, if its manifest lacks them."""
+    old = update.existing.manifest
+    manifest = old.with_vae_encoders(update.vae_encoders)
+    if manifest != old:
+        with suppress(ConflictError):  # the next build does it
+            directory.commit(update.folder, manifest, bytes(directory.load(update.folder)[1]), [], old)
+
+
 def _commit(
     update: Update,
     staging: Staging,
@@ -338,7 +349,7 @@ def _commit(
             *(shard for shard, _ in shards if shard.name not in names),
         ),
         written_by=written_by,
-    )
+    ).with_vae_encoders(update.vae_encoders)
     directory.commit(update.folder, manifest, index, [staging.folder / shard.name for shard, _ in shards], old)
     if staging.remote:
         staging.remote.uploads.remove_parts(written.keys())

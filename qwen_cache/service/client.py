@@ -311,6 +311,8 @@ class Description(AnswerModel):
     data: Sizes
     thumbnails: bool
     prompt_embeds_width: Annotated[int, Field(gt=0, le=1 << 16)]
+    vae_encoders: Annotated[dict[Key, Key], Field(max_length=1)] = {}
+    """For the manifest (`Manifest.vae_encoders`)."""
 
 
 @dataclass(frozen=True)

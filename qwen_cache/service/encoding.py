@@ -50,7 +50,7 @@ def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[Build
             do = "leave the prompts out, or start the server with --format v2"
             raise ConfigError("format v1 cannot hold images to generate", where=client.url, do=do)
         rows = ValidationRows.read(served, model, check_tokens)  # the server checks the lengths
-        validation = [rows.job(served, model, description.recipe)]
+        validation = [rows.job(served, model, description.recipe, description.vae_encoders)]
     return validation if alone else [prepare_at(config, None, client), *validation]
 
 
@@ -80,7 +80,7 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     )
     return BuildJob(
         *(config, folder, model, recipe, rows, found.problems, left_out),
-        *(found.slice, found.sliced, source, found.left_out, found.notices),
+        *(found.slice, found.sliced, source, found.left_out, found.notices, description.vae_encoders),
     )
 
 

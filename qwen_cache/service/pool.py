@@ -6,7 +6,7 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, Self
@@ -339,6 +339,7 @@ class Pool:
             existing = self._existing
             listed = existing.listed + ListedSamples.of(new)
             update = plan_update(self.job.folder, existing, self.job.format_version, listed)
+            update = replace(update, vae_encoders=self.job.vae_encoders)
             try:
                 self._carry_out(update)
                 self._read()

@@ -56,6 +56,7 @@ def describe(engine: Engine) -> dict[str, Any]:
         "recipe_name": job.recipe_name,
         "recipe_id": recipe_id(job.recipe),
         "recipe": job.recipe,
+        "vae_encoders": dict(job.vae_encoders),
         "data": {name: data[name] for name in SIZES},
         "thumbnails": job.keeps_thumbnails,
         "prompt_embeds_width": job.model.text_width,

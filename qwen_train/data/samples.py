@@ -265,6 +265,8 @@ def _trained_as(entry: WeightedCache) -> list[float | bool]:
 def _check_compatible(first: Cache, other: Cache) -> None:
     names = entries_to_match(first.recipe.recipe, other.recipe.recipe)
     a, b = _compared_properties(first, names), _compared_properties(other, names)
+    if _have_equal_latents(a, b, first, other):
+        del a["vae"]
     for what in a:
         if what in b and a[what] != b[what]:
             raise ConfigError(
@@ -274,6 +276,13 @@ def _check_compatible(first: Cache, other: Cache) -> None:
                 do="build both with the same model, cache.dtype and cache.text_quantization, or remove one from "
                 "train.caches",
             )
+
+
+def _have_equal_latents(a: Mapping[str, Any], b: Mapping[str, Any], *caches: Cache) -> bool:
+    """True if the VAEs of two recipes are known to differ in their decoders alone."""
+    known = {vae: encoder for cache in caches for vae, encoder in cache.manifest.vae_encoders.items()}
+    of_both = [known.get(str(recipe.get("vae"))) for recipe in (a, b)]
+    return of_both[0] is not None and of_both[0] == of_both[1]
 
 
 def entries_to_match(recipe: Mapping[str, Any], other: Mapping[str, Any]) -> Sequence[str]:
@@ -649,7 +658,9 @@ def _counted(prompts: Sequence[ValidationPrompt]) -> str:
 def check_validation_cache(cache: Mixture, samples: Samples, settings: ValidationConfig) -> None:
     """ConfigError or TrainError for a cache that was encoded differently than `samples`, or that lacks something."""
     ours, theirs = cache.recipe.recipe, samples.recipe.recipe
-    for entry in entries_to_match(ours, theirs):
+    caches = (*cache.caches, *(samples.caches if isinstance(samples, Mixture) else ()))
+    equal = {"vae"} if _have_equal_latents(ours, theirs, *caches) else set[str]()
+    for entry in (name for name in entries_to_match(ours, theirs) if name not in equal):
         if entry in ours and entry in theirs and ours[entry] != theirs[entry]:
             raise ConfigError(
                 f"the validation cache does not fit the cache in training: they differ in {entry}",
