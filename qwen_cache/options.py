@@ -109,6 +109,16 @@ Transformer = Annotated[
         help="A .safetensors or .gguf file in place of the transformer's weights in --model.",
     ),
 ]
+Vae = Annotated[
+    Given | None,
+    setting(
+        "model.vae",
+        "--vae",
+        panel=MODEL,
+        metavar="MODEL",
+        help="A VAE whose decoder makes the images, in place of that of --model.",
+    ),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(

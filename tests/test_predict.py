@@ -460,7 +460,8 @@ def test_the_text_encoder_is_freed_before_the_transformer_is_loaded(
         return load(*arguments, **named)
 
     monkeypatch.setattr(TextEncoder, "__init__", init)
-    monkeypatch.setattr(pipelines, "load_whole", load_whole)
+    for module in (pipelines, vae):
+        monkeypatch.setattr(module, "load_whole", load_whole)
     assert draw(tiny_model("t2i"), tmp_path / "out.png", "--num-inference-steps", "2").code == 0
     assert alive == [False, False]  # when the VAE and when the transformer came
 

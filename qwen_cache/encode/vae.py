@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from inspect import signature
 from itertools import product
 from math import floor, prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -345,7 +347,11 @@ def latent_space(vae: Any) -> LatentSpace:
 
 def vae_class(model: ModelFolder) -> type[Any]:
     """The class of the model's VAE, by its `config.json`; ModelError if it is not supported."""
-    file = model.component("vae") / "config.json"
+    return _class_in(model.component("vae"))
+
+
+def _class_in(folder: Path) -> type[Any]:
+    file = folder / "config.json"
     return supported_vae(read_config(file).get("_class_name"), file)
 
 
@@ -431,8 +437,50 @@ def parts_of(img_shapes: Iterable[Sequence[int]]) -> Iterator[tuple[slice, Size]
 
 
 def load_vae(model: ModelFolder, device: torch.device, dtype: torch.dtype) -> VaeThatFits:
-    """The VAE alone, for `decode_latents`."""
-    return VaeThatFits(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype).to(device))
+    """The VAE alone, for `decode_latents`; ModelError if it decodes other latents than the model's."""
+    check_decoder(model)
+    folder = model.decoding_vae
+    return VaeThatFits(load_whole(_class_in(folder), folder, torch_dtype=dtype).to(device))
+
+
+def load_vaes(model: ModelFolder, dtype: torch.dtype) -> tuple[Any, Any | None]:
+    """The VAE that encodes, and one that decodes if it is another; neither has the half that it does not need.
+
+    ModelError if the other one decodes other latents.
+    """
+    check_decoder(model)
+    vae = load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype)
+    if model.other_vae is None:
+        return vae, None
+    other = load_whole(_class_in(model.other_vae), model.other_vae, torch_dtype=dtype)
+    vae.decoder, other.encoder = nn.Identity(), nn.Identity()
+    return vae, other
+
+
+def check_decoder(model: ModelFolder) -> None:
+    """ModelError if another VAE is to decode the model's latents, and is made for others."""
+    if model.other_vae is None:
+        return
+    own, other = _latent_values(model.component("vae")), _latent_values(model.other_vae)
+    differ = next((name for name in own if own[name] != other[name]), None)
+    if differ is not None:
+        raise ModelError(
+            f"this VAE decodes other latents than the model's: they differ in {differ}",
+            where=model.other_vae / "config.json",
+            expected=own[differ],
+            found=other[differ],
+            do="name a VAE with the encoder of the model's, or leave --vae and model.vae out",
+        )
+
+
+def _latent_values(folder: Path) -> dict[str, Any]:
+    """The values that a decoder must share with an encoder: channels, mean and standard deviation of each."""
+    config, kind = read_config(folder / "config.json"), _class_in(folder)
+    defaults = signature(kind.__init__).parameters
+    values = {name: config.get(name, defaults[name].default) for name in ("z_dim", "latents_mean", "latents_std")}
+    channels = range(values["z_dim"])
+    of_channels = {f"{name}[{i}]": values[name][i] for name in ("latents_mean", "latents_std") for i in channels}
+    return {"the number of latent channels": values["z_dim"], **of_channels}
 
 
 def decode_images(

@@ -75,7 +75,7 @@ def review_masks(path: str, head: Path, top: int, device: str, image: Path | Non
     if image.suffix.lower() != ".png" or image.is_dir():
         raise ConfigError("this names no PNG", where="--save-images", expected="a file such as masks.png", found=image)
     make_folder(image.parent)
-    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    vae = open_model(settings.model.path, ("vae",), settings.model.revision, vae=settings.model.vae)
     doubtful = find_doubtful(path, head, torch_device, top, LocalCopies.of_settings(settings.cache))
     save_images(doubtful, image, vae, torch_device, torch_dtype(settings.predict.dtype))
     return doubtful

@@ -275,7 +275,7 @@ def decoded_images(settings: Config, device: str) -> ImageSource:
     from qwen_cache.models.folder import open_model
 
     vae_device = choose_device(device, "--vae-device")
-    folder = open_model(settings.model.path, ("vae",), settings.model.revision)
+    folder = open_model(settings.model.path, ("vae",), settings.model.revision, vae=settings.model.vae)
     vae = load_vae(folder, vae_device, torch_dtype(settings.predict.dtype))
 
     def decode(sample: Sample) -> list[TitledImage]:

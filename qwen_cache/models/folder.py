@@ -510,12 +510,19 @@ class ModelFolder:
     pipeline: PipelineName
     transformer: str | None = None
     """A single file whose weights are used in place of those of the transformer's folder."""
+    other_vae: Path | None = None
+    """The folder of a VAE whose decoder is used in place of that of the model's."""
     is_here: ClassVar[bool] = True
     """False for a model that only a server has."""
 
     def component(self, name: str) -> Path:
         """The folder of a component, such as `vae`."""
         return self.path / name
+
+    @property
+    def decoding_vae(self) -> Path:
+        """The folder of the VAE that makes images of latents."""
+        return self.other_vae or self.component("vae")
 
     @cached_property
     def transformer_file(self) -> SingleFile | None:
@@ -637,11 +644,16 @@ def _is_sigma(value: object) -> bool:
 
 
 def open_model(
-    name: str | None, components: Sequence[str], revision: str | None = None, transformer: str | None = None
+    name: str | None,
+    components: Sequence[str],
+    revision: str | None = None,
+    transformer: str | None = None,
+    vae: str | None = None,
 ) -> ModelFolder:
     """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise.
 
-    With a single file as its `transformer`, of the transformer's folder only config.json is needed.
+    With a single file as its `transformer`, of the transformer's folder only config.json is needed. `vae` names another
+    VAE to decode with, if the model's is among the components.
     """
     name = check_name(name)
     whole = [each for each in components if each != "transformer" or transformer is None]
@@ -672,10 +684,26 @@ def open_model(
         )
     for each in needed:
         check_files(path / each)
-    opened = ModelFolder(name, path, facts.name, transformer)
+    other_vae = open_vae(vae) if vae is not None and "vae" in components else None
+    opened = ModelFolder(name, path, facts.name, transformer, other_vae)
     if "transformer" in components:
         check_packages(opened.transformer_file)  # and with it the file
     return opened
+
+
+def open_vae(name: str) -> Path:
+    """The folder of a VAE as diffusers stores it, alone or in a model, downloaded if there is none; ModelError if it
+    cannot be."""
+    check_name(name)
+    files = ["config.json", f"{VAE_WEIGHTS}*.safetensors", f"*{INDEX}"]
+    patterns = [*files, *(f"vae/{each}" for each in files)]
+    folder = Path(name) if Path(name).is_dir() else _download(name, patterns, None)
+    found = folder / "vae" if (folder / "vae").is_dir() else folder
+    if not (found / "config.json").is_file():
+        do = "name the folder of a VAE as diffusers saves it, or that of a model with one"
+        raise ModelError("there is no VAE here", where=name, expected="config.json", do=do)
+    check_files(found)
+    return found
 
 
 def fingerprint(

@@ -63,6 +63,9 @@ class ModelConfig(Section):
     transformer: str | None = None
     """A single file in place of the transformer's weights: .safetensors as ComfyUI has it (bf16, fp8, scaled fp8), or
     .gguf. Its config.json and all other components are those of model.path."""
+    vae: str | None = None
+    """A VAE whose decoder makes the images, in place of the model's: a folder, or a repository on the hub. The model's
+    own VAE still encodes."""
     quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
     """Quantise the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder or file
     is."""

@@ -22,6 +22,7 @@ from qwen_cache.options import (
     Model,
     ReadPath,
     Transformer,
+    Vae,
     add_config_command,
     command,
     run_app,
@@ -90,6 +91,7 @@ def run(
     ] = False,
     model: Model = None,
     transformer: Transformer = None,
+    vae: Vae = None,
     max_steps: Annotated[
         Given | None, setting("train.max_steps", "--max-steps", panel=TRAINING, help="Optimizer steps.")
     ] = None,
@@ -144,7 +146,7 @@ def run(
         named = [Given("CACHE", "data.source", cache.value)]
     if follow:
         named.append(Given("--follow", "train.follow", True))
-    given = [model, transformer, max_steps, learning_rate, rank, batch_size, out, *named]
+    given = [model, transformer, vae, max_steps, learning_rate, rank, batch_size, out, *named]
     return run_train(
         config,
         set_,
@@ -200,6 +202,7 @@ def predict(
     ] = None,
     model: Model = None,
     transformer: Transformer = None,
+    vae: Vae = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(
@@ -365,6 +368,7 @@ def predict(
     others = (
         model,
         transformer,
+        vae,
         num_inference_steps,
         sigmas,
         num_images_per_prompt,
@@ -409,6 +413,7 @@ def decode(
         setting_argument("train.output_dir", "FOLDER", help="The output folder of a run, or a folder of latents."),
     ] = None,
     model: Model = None,
+    vae: Vae = None,
     vae_device: Annotated[
         str, typer.Option(help="The device of the VAE.", metavar="DEVICE", rich_help_panel=DEVICES)
     ] = "auto",
@@ -426,7 +431,7 @@ def decode(
     from qwen_train.cli.decode import run_decode
 
     path = Path(folder.value) if folder else None
-    return run_decode(path, model, vae_device, config, set_ or (), watch=watch, as_json=json)
+    return run_decode(path, [model, vae], vae_device, config, set_ or (), watch=watch, as_json=json)
 
 
 @command(app, page="howto/watch-a-run.md", examples=["qwen-train report", "qwen-train report runs/cats"])

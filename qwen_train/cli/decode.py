@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def run_decode(
     folder: Path | None,
-    model: Given | None,
+    given: Sequence[Given | None],
     vae_device: str,
     config: Path | None,
     assignments: Sequence[str],
@@ -41,10 +41,10 @@ def run_decode(
         do = "name the output folder of a run; `qwen-cache inspect --html` shows the images of a cache"
         raise ConfigError("this folder is a cache", where=folder, do=do)
     if watch:
-        folder = folder or Path(load_config(config, assignments, [model]).train.output_dir)
-        made = _watch(folder, model, vae_device, config, assignments)
+        folder = folder or Path(load_config(config, assignments, given).train.output_dir)
+        made = _watch(folder, given, vae_device, config, assignments)
     else:
-        settings = _settings(folder, model, config, assignments)
+        settings = _settings(folder, given, config, assignments)
         folder = folder or Path(settings.train.output_dir)
         latents_files(folder)
         made = _decode(folder, _decoder(settings, vae_device))
@@ -55,18 +55,20 @@ def run_decode(
     return 0
 
 
-def _settings(folder: Path | None, model: Given | None, config: Path | None, assignments: Sequence[str]) -> Config:
+def _settings(
+    folder: Path | None, given: Sequence[Given | None], config: Path | None, assignments: Sequence[str]
+) -> Config:
     """The settings of the file that is named, else those of the run."""
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    return load_config(config or saved, assignments, [model])
+    return load_config(config or saved, assignments, given)
 
 
 def _decoder(settings: Config, vae_device: str) -> Decoder:
-    vae = open_model(settings.model.path, ("vae",), settings.model.revision)
+    model = open_model(settings.model.path, ("vae",), settings.model.revision, vae=settings.model.vae)
     from qwen_cache.models.devices import choose_device, torch_dtype
     from qwen_train.inference.decode import Decoder
 
-    return Decoder(vae, choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype))
+    return Decoder(model, choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype))
 
 
 def _decode(folder: Path, decoder: Decoder) -> list[Path]:
@@ -84,10 +86,10 @@ def _decode(folder: Path, decoder: Decoder) -> list[Path]:
 
 
 def _watch(
-    folder: Path, model: Given | None, vae_device: str, config: Path | None, assignments: Sequence[str]
+    folder: Path, given: Sequence[Given | None], vae_device: str, config: Path | None, assignments: Sequence[str]
 ) -> list[Path]:
     _await_run(folder)
-    settings = _settings(folder, model, config, assignments)
+    settings = _settings(folder, given, config, assignments)
     check_tracker(settings.logging.report_to)
     decoder = _decoder(settings, vae_device)
     from qwen_train.training.watch import Watch

@@ -213,7 +213,8 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
 
 def _open(settings: Config, options: PredictOptions, components: Sequence[str]) -> ModelFolder:
     """The model with these folders; ConfigError for LoRAs that it cannot take."""
-    model = open_model(settings.model.path, components, settings.model.revision, transformer=settings.model.transformer)
+    named = settings.model
+    model = open_model(named.path, components, named.revision, transformer=named.transformer, vae=named.vae)
     if model.needs_nunchaku:
         check_nunchaku(model, options.loras)
     return model

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
-from qwen_cache.encode.vae import VaeThatFits, decode_latents, load_vae, parts_of
+from qwen_cache.encode.vae import VaeThatFits, check_decoder, decode_latents, load_vae, parts_of
 from qwen_cache.errors import TrainError
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
@@ -41,11 +41,14 @@ class Latents:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The VAE of a model, which is loaded with the first image."""
+    """The VAE of a model, which is loaded with the first image; ModelError if it decodes other latents."""
 
     model: ModelFolder
     device: torch.device
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        check_decoder(self.model)  # now, not after hours of training
 
     @cached_property
     def vae(self) -> VaeThatFits:

@@ -361,6 +361,7 @@ def fingerprint(model: ModelFolder) -> str:
     folders = [model.component(name) for name in COMPONENTS if (model.path / name).is_dir()]
     files = [(folder.name, path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
     files += [("transformer", Path(model.transformer))] if model.transformer else []
+    files += [("decoder", path) for path in sorted(model.other_vae.iterdir())] if model.other_vae else []
     stats = [(component, path.name, path.stat()) for component, path in files]
     return content_hash(
         json.dumps([[component, name, s.st_size, s.st_mtime_ns] for component, name, s in stats]).encode()

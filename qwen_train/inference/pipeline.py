@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.encode.text import TextEncoder
-from qwen_cache.encode.vae import VaeThatFits, vae_class
+from qwen_cache.encode.vae import VaeThatFits, load_vaes
 from qwen_cache.errors import ConfigError, DeviceError, TrainError, first_line
 from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
 from qwen_cache.models.family import PipelineName
@@ -529,7 +529,7 @@ def load_pipeline(
         check_component(folder)
     scheduler = load_scheduler(model)
     with memory_for("loading the VAE", devices.vae):
-        vae = PlacedVae(load_whole(vae_class(model), model.component("vae"), torch_dtype=dtype), devices.vae)
+        vae = PlacedVae(*load_vaes(model, dtype), devices.vae)
         if offload == "none":
             vae.to(devices.vae)
     stock = stock_class(folder)
@@ -575,11 +575,14 @@ def _enable_offload(pipeline: Any, offload: Offload) -> None:
 
 
 class PlacedVae(nn.Module):
-    """The stock VAE: moves its inputs to its device, and processes an image too large for it in tiles."""
+    """The stock VAE: moves its inputs to its device, and processes an image too large for it in tiles.
 
-    def __init__(self, vae: Any, vae_device: torch.device) -> None:
+    `other` decodes in its place, if there is one.
+    """
+
+    def __init__(self, vae: Any, other: Any | None, vae_device: torch.device) -> None:
         super().__init__()
-        self.vae, self.vae_device = vae, vae_device
+        self.vae, self.other, self.vae_device = vae, other, vae_device
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -595,7 +598,8 @@ class PlacedVae(nn.Module):
     @apply_forward_hook  # type: ignore[untyped-decorator]
     def decode(self, latents: Tensor, return_dict: bool = True) -> Any:
         with memory_for("decoding the image", self.vae_device):
-            return VaeThatFits(self.vae).decode(latents.to(self.vae_device), return_dict)
+            vae = self.vae if self.other is None else self.other
+            return VaeThatFits(vae).decode(latents.to(self.vae_device), return_dict)
 
 
 class Placed:

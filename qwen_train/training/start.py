@@ -341,7 +341,8 @@ def open_followed(config: Config, taken: Sequence[TakenIn]) -> Mixture:
 def open_trainable(config: Config) -> ModelFolder:
     """The model, with the VAE if the run decodes its images; ModelError if it cannot be trained."""
     parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
-    model = open_model(config.model.path, parts, config.model.revision, transformer=config.model.transformer)
+    named = config.model
+    model = open_model(named.path, parts, named.revision, transformer=named.transformer, vae=named.vae)
     if model.needs_nunchaku:
         raise ModelError(
             "nunchaku's kernels cannot train: they have no gradients",

@@ -45,6 +45,7 @@ READ_OR_WRITTEN = (
     "cache.path",
     "data.mask_head",
     "model.transformer",
+    "model.vae",
     "cache.local_copies",
 )
 """The settings that name files."""

@@ -36,6 +36,7 @@ from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of
 OPTIONS = {
     "model.path": "--model",
     "model.transformer": "--transformer",
+    "model.vae": "--vae",
     "train.max_steps": "--max-steps",
     "optimizer.learning_rate": "--learning-rate",
     "train.lora.rank": "--rank",

@@ -68,7 +68,7 @@ def make_pipeline(config: dict[str, Any], offload: Offload, folder: Path, card: 
         defaults = load_config(None, [])
         return models.random_weights(config, defaults, card, kind=kind, on_host=offload != "none").eval()
 
-    with patch("qwen_train.inference.pipeline.load_whole", load):
+    with patch("qwen_train.inference.pipeline.load_whole", load), patch("qwen_cache.encode.vae.load_whole", load):
         settings = PredictConfig(offload=offload)
         return load_pipeline(model, settings, Devices(card.device, card.device, card.device))
 
