@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import LoraConfig
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
@@ -94,27 +95,28 @@ def test_two_graphs_serve_every_batch(family: str, layout: str, zero_cond_t: boo
     assert counters["stats"]["unique_graphs"] == 2 * graphs[-1]
 
 
-def compiled(layers: int = 2, backend: str = "eager") -> Any:
+def compiled(lora: LoraConfig, *, layers: int, backend: str) -> Any:
     model = judge.multi_res_model(judge.stock_model(num_layers=layers), "packed")
-    adapted(model, judge.LORA)
+    adapted(model, lora)
     freeze_unreached(model)
     checkpoint_blocks(model, range(layers))
     compile_blocks(model, backend=backend)
     return model
 
 
+@pytest.mark.slow
 def test_a_recomputed_block_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, forward = [], segments._forward
     monkeypatch.setattr(segments, "_forward", lambda *inputs: calls.append(1) or forward(*inputs))
     samples = judge.random_samples(*judge.MIXED)
-    judge.run_batched(compiled(backend="aot_eager"), samples)
-    assert len(calls) == 2 * len(samples), "in each of two blocks once per sample"
+    judge.run_batched(compiled(LoraConfig(r=2, target_modules=["to_q"]), layers=1, backend="aot_eager"), samples)
+    assert len(calls) == len(samples)
 
 
 def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "GRAPHS", 1)
     with torch._dynamo.config.patch(recompile_limit=1), pytest.raises(FailOnRecompileLimitHit):
-        judge.run_batched(compiled(), judge.random_samples(*judge.MIXED))
+        judge.run_batched(compiled(judge.LORA, layers=2, backend="eager"), judge.random_samples(*judge.MIXED))
 
 
 def test_another_attention_backend_is_refused() -> None:

@@ -163,6 +163,7 @@ def test_autocast_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # dynamo does so with an autograd.Function
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.slow
 def test_compiled_for_successive_mixtures(layout: str, real_aot_eager: Callable[..., Any]) -> None:
