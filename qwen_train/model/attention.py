@@ -41,9 +41,8 @@ class Packing:
     text_lengths: list[int]
     cu_seqlens: Int[Tensor, " bounds"]  # bounds of the samples in the joint row [text 0 | image 0 | text 1 | ...]
     joint_index: Int[Tensor, " N+M"]  # for each token of the joint row its position in [all text | all images]
-    joint_text: Int[Tensor, " M"]  # the positions of the text in the joint row
-    joint_image: Int[Tensor, " N"]
-    segments: Segments  # of the joint row; like the three indices for compiled blocks
+    joint_places: Int[Tensor, " N+M"]  # the inverse: for each token of [all text | all images] its place in that row
+    segments: Segments  # of the joint row; like both indices for compiled blocks
 
     @classmethod
     def of(
@@ -81,8 +80,7 @@ class Packing:
             text_lengths=text_lengths,
             cu_seqlens=to_device(torch.tensor(bounds, dtype=torch.int32), device),
             joint_index=to_device(places.argsort(), device),
-            joint_text=to_device(places[: sum(text_lengths)], device),
-            joint_image=to_device(places[sum(text_lengths) :], device),
+            joint_places=to_device(places, device),
             segments=Segments.of([segments], device),
         )
 
@@ -318,11 +316,33 @@ def joint_row(text: Tensor, image: Tensor, packing: Packing) -> Tensor:
 
 def compiled_attention(text: QueryKeyValue, image: QueryKeyValue, packing: Packing) -> tuple[Tensor, Tensor]:
     """`packed_attention` of a compiled block: gathers in place of splits, and one operation."""
-    query, key, value = (
-        torch.cat(pair, dim=1).index_select(1, packing.joint_index) for pair in zip(text, image, strict=True)
-    )
-    joint = in_segments(query, key, value, packing.segments)
-    return joint.index_select(1, packing.joint_text), joint.index_select(1, packing.joint_image)
+    order = packing.joint_index, packing.joint_places
+    query, key, value = (_permuted(torch.cat(pair, dim=1), *order) for pair in zip(text, image, strict=True))
+    joint = _permuted(in_segments(query, key, value, packing.segments), *reversed(order))
+    text_length = text[0].shape[1]
+    return joint[:, :text_length], joint[:, text_length:]
+
+
+def _permuted(x: Tensor, index: Int[Tensor, " N"], inverse: Int[Tensor, " N"]) -> Tensor:
+    """The tokens of `[1, N, heads, dim]` at `index`, all of them once; `inverse` leads back."""
+    result: Tensor = _Permuted.apply(x, index, inverse)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Permuted(torch.autograd.Function):
+    """`x[:, index]`, whose gradient is read in the inverse order.
+
+    Autograd's own is added into zeros: by atomic operations, or in bfloat16 before Hopper by a sort.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(1, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0].index_select(1, *ctx.saved_tensors), None, None
 
 
 @functools.cache

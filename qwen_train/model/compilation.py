@@ -113,8 +113,11 @@ def compile_blocks(transformer: Any, **options: Any) -> None:
         do = 'call set_attention_backend("native"), or do not compile'
         raise ModelError("compiled blocks compute attention themselves", do=do)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
-    # The compiler looks at every attribute of its inputs.
+    # A number like a LoRA's scale is a constant; as an input it would be a tensor on the CPU, with kernels of its own.
+    torch._dynamo.config.specialize_float = True
+    # The compiler looks at every attribute of its inputs, and makes an object of an autograd function.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message=".*autograd.function.Function.* should not be instantiated")
     run = torch.compile(_run, fullgraph=True, dynamic=True, **options)
     for block in transformer.transformer_blocks:
         block.forward = functools.partial(run, block, block in transformer.recomputed_blocks)

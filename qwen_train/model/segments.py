@@ -92,8 +92,9 @@ def in_segments(query: Tensor, key: Tensor, value: Tensor, of: Segments) -> Tens
     kind = query.device.type
     if torch.is_autocast_enabled(kind):
         query, key, value = (x.to(torch.get_autocast_dtype(kind)) for x in (query, key, value))
-    output: Tensor = segments(query[0], key[0], value[0], *of)[0]
-    return output[None]
+    # An index in place of squeeze would have a backward pass that copies: zeros, and the row put into them.
+    output: Tensor = segments(query.squeeze(0), key.squeeze(0), value.squeeze(0), *of)[0]
+    return output.unsqueeze(0)
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------
