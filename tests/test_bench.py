@@ -253,3 +253,28 @@ def test_the_costs_of_a_cache_are_measured_command_by_command(
     shown = capsys.readouterr().out
     assert "200 rows, an index of" in shown
     assert "| open | 1.0 | 2.0 | 1.00 | 10 | 0 |" in shown
+
+
+def test_a_step_on_paper_is_the_sum_of_its_parts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of one FLOP and one byte a second, against the sums of the docstring."""
+    tool: Any = load_tool("roofline")
+    device = tool.Device(1.0, (1.0, 1.0), 1.0)
+    case = tool.everything(tool.Model(width=2, blocks=3, weights=5), tokens=7)
+    monkeypatch.setattr(tool, "UNITS", {"eager": (10, 20), "compiled": (1, 2), "recomputed": (1, 3)})
+    product, pairs, unit = 2 * 5 * 2**2 * 7 * 3, 7 * 7 * 2 * 3, 7 * 2 * 2 * 3
+    expected = {
+        "eager": (3 * product, (2 * 4 + 10) * pairs, (2 * 10 + 20) * unit),
+        "one graph per block": (3 * product, (2 * 4 + 10) * pairs, 4 * unit),
+        "+ attention kept": (3 * product, (4 + 10) * pairs, 4 * unit),
+        "no block recomputed": (2 * product, (4 + 10) * pairs, 3 * unit),
+    }
+    assert {way: tool.parts(case, device, way) for way in tool.WAYS} == expected
+    text, reference, target = 4, 3, 2
+    seen = text**2 // 2 + sum(text + reference for _ in range(reference)) + target * (text + reference + target)
+    assert tool.with_prefix(case.model, text, reference, target).pairs == seen
+    monkeypatch.setattr(sys, "argv", ["roofline"])
+    tool.main()
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in (*tool.CASES, *tool.WAYS, *tool.DEVICES))

@@ -25,6 +25,7 @@ from qwen_train.weights import checkpoint_blocks, freeze_unreached
 from tests.support import transformer_21_judge as judge_21
 from tests.support import transformer_judge as judge
 from tests.support.marks import slow
+from tests.support.paths import load_tool
 from tests.support.transformer_judge import assert_equal
 
 pytestmark = [
@@ -124,6 +125,33 @@ def test_another_attention_backend_is_refused() -> None:
     model.set_attention_backend("_native_math")
     with pytest.raises(ModelError, match="compiled blocks compute attention themselves"):
         compile_blocks(model)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # inductor's import
+def test_a_compiled_block_has_few_kernels_and_little_traffic(capsys: pytest.CaptureFixture[str]) -> None:
+    """Counted by tools/bench_graph.py. What tools/roofline.py computes with, is what is counted."""
+    counter: Any = load_tool("bench_graph")
+    counted = {
+        "eager": counter.count_eager(),
+        "compiled": counter.count_compiled(recomputed=False),
+        "recomputed": counter.count_compiled(recomputed=True),
+    }
+    forward, backward = counted["compiled"].values()
+    assert forward.kernels <= 30
+    assert backward.kernels <= 25
+    assert forward.units <= 55
+    assert backward.units <= 65
+    roofline: Any = load_tool("roofline")
+    for way, passes in counted.items():
+        assert [each.units for each in passes.values()] == pytest.approx(roofline.UNITS[way], rel=0.05), way
+    graphs = counter.count_graphs(4)
+    assert graphs == {"batches": 4, "graphs": 2, "breaks": 0}
+    counter.show(
+        {"block": {way: {name: c._asdict() for name, c in of.items()} for way, of in counted.items()}}
+        | {"graphs": graphs}
+    )
+    assert f"| compiled | {forward.kernels} | {backward.kernels} |" in capsys.readouterr().out
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------
