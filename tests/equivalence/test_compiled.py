@@ -138,7 +138,7 @@ def test_a_compiled_block_has_few_kernels_and_little_traffic(capsys: pytest.Capt
         "recomputed": counter.count_compiled(recomputed=True),
     }
     forward, backward = counted["compiled"].values()
-    assert forward.kernels <= 30
+    assert forward.kernels <= 29, "one cast more, of what attention returns, makes 30"
     assert backward.kernels <= 25
     assert forward.units <= 55
     assert backward.units <= 65
