@@ -91,7 +91,8 @@ def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
     if not file.is_file():
         return
     own, new = config.flat(), fresh.flat()
-    kept = [name for name in own if own[name] != new[name] and (name, new[name]) != ("train.layout", "auto")]
+    chosen = {name for name in ("train.layout", "train.compile") if new[name] == "auto"}
+    kept = [name for name in own if own[name] != new[name] and name not in chosen]
     if named := named_in(file, kept):
         values = ", ".join(f"{name} {own[name]} (not {new[name]})" for name in named)
         text = f"this run's settings are kept, not those of {verbatim(file)}: {verbatim(values)}"
