@@ -155,6 +155,8 @@ class _ScaledByRow(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         (gradient,), (x, factor, index) = gradients, ctx.saved_tensors
         of_x = gradient * factor.index_select(0, index)
+        if not any(ctx.needs_input_grad[1:]):  # a frozen modulation
+            return of_x, None, None, None
         of_rows = (index == torch.arange(len(factor), device=index.device)[:, None]).to(gradient.dtype)
         of_factor = of_rows @ (gradient * x)[0] if ctx.needs_input_grad[1] else None
         of_offset = of_rows @ gradient[0] if ctx.needs_input_grad[2] else None
