@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from rich.progress import Progress
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import QwenCacheError, TrainError, first_line
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import write_durably
@@ -26,6 +26,7 @@ from qwen_cache.text import plain
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, without
 from qwen_train.memory import memory_for_training
+from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
 from qwen_train.run import Launch, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
@@ -110,19 +111,27 @@ class Steps:
             self.stream.close()
 
     def next(self) -> dict[str, float]:
-        """A step, and its metrics. Where the plan chose which blocks to recompute and was wrong, all are, and the step
-        begins again."""
+        """A step, and its metrics. It begins again without what the run chose by itself and what has failed: blocks
+        that are not recomputed, by lack of memory, and compiled blocks."""
         run, consumed, micro_batches = self.p.run, self.p.run.consumed_samples, self.p.accelerator.step
         try:
             return self._step()
         except torch.OutOfMemoryError:
             if not self.p.recompute_all():
                 raise
+            told = "ran out of memory: all blocks are recomputed from here on"
+        except RuntimeError as error:
+            if not is_of_compiler(error):
+                raise
+            if not self.p.stop_compiling():
+                what, do = "the blocks could not be compiled", "set train.compile=false"
+                raise TrainError(what, found=first_line(error), do=do) from error
+            told = f"could not be compiled ({first_line(error)}): blocks are not compiled"
         self.close()
         self.stream, run.consumed_samples, self.p.accelerator.step = None, consumed, micro_batches
         run.optimizer.zero_grad()
-        console().print(f"step {run.step + 1} ran out of memory: all blocks are recomputed from here on")
-        return self._step()
+        console().print(plain(f"step {run.step + 1} {told}"), markup=False)
+        return self.next()
 
     def _step(self) -> dict[str, float]:
         """Train batches until a step is taken; its metrics."""

@@ -28,6 +28,7 @@ from qwen_train import train as training
 from qwen_train import weights
 from qwen_train.inference.pipeline import choose, load_pipeline
 from qwen_train.lora.export import Lora, merge
+from qwen_train.model import compilation
 from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Block
 from qwen_train.training import prepare
 
@@ -35,7 +36,7 @@ from .support.commands import refused
 from .support.judge import TOLERANCE
 from .support.marks import slow
 from .support.outputs import output, relative_error
-from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, train_compiled
+from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, column, compiling, train_compiled
 
 UNREACHED = ("attn.to_add_out", "attn.add_q_proj", "attn.norm_added_q", "txt_mlp")
 FULL = {**SMALL, "train.method": "full", "optimizer.learning_rate": 0.01}
@@ -229,6 +230,23 @@ def test_all_blocks_are_recomputed_where_the_plan_was_wrong(
     assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
     assert "1 of 2 blocks are recomputed" in result.stderr
     assert "step 2 ran out of memory: all blocks are recomputed from here on" in result.stderr
+
+
+def test_a_run_that_cannot_compile_goes_on(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it was left to the run; else it is an error."""
+
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no such compiler")
+
+    settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0}
+    plain = train(settings=settings, out="plain")
+    monkeypatch.setattr(compilation, "_reason_against", lambda *_: "")
+    with compiling(monkeypatch, broken):
+        result = train.try_(settings=settings)
+        explicit = train.try_(settings=settings, train__compile=True, out="explicit")
+    assert "step 1 could not be compiled (backend='broken' raised" in result.stderr
+    assert column(train.folder / "out", "loss") == column(plain, "loss")
+    refused(explicit, "the blocks could not be compiled", "set train.compile=false")
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ GRAPHS = 32
 """The graphs of one block's code, for all kinds of passes: training, validation, with and without an adapter. Each has
 two, of the last block and of the others; twice as many in the padded layout if a batch may be one sample. torch's own
 limit is 8, at which it would stop compiling."""
+TORCH = "2.13"
+"""The oldest torch that makes few graphs: with 2.10 each batch of Qwen-Image-2.1 makes two."""
 FEWEST_STEPS = 200
 """From here on a run gains more than the minutes that compiling takes."""
 ATTENTION = {
@@ -73,7 +75,9 @@ def has_dropout(settings: TrainConfig) -> bool:
 
 
 def _obstacle(settings: TrainConfig, device: torch.device) -> str:
-    """Why compiled blocks cannot compute their attention on this device; "" if they can."""
+    """Why blocks cannot be compiled with this torch, or on this device; "" if they can."""
+    if torch.torch_version.TorchVersion(torch.__version__) < TORCH:
+        return f"compiled blocks need torch {TORCH}; older ones make a graph for each batch"
     in_half = settings.mixed_precision == "bf16"
     if is_accelerator(device) and not (runs_flash(device) and in_half):
         return "compiled blocks need a CUDA device from Ampere on, and train.mixed_precision=bf16"
@@ -123,6 +127,20 @@ def compile_blocks(transformer: Any, **options: Any) -> None:
         block.forward = functools.partial(run, block, block in transformer.recomputed_blocks)
     transformer.disable_gradient_checkpointing()
     transformer.is_compiled = True
+
+
+def uncompile_blocks(transformer: Any) -> None:
+    """Undo `compile_blocks`, but for its gradient checkpointing."""
+    for block in transformer.transformer_blocks:
+        del block.forward
+    transformer.is_compiled = False
+
+
+def is_of_compiler(error: RuntimeError) -> bool:
+    """True for an error of torch.compile itself."""
+    from torch._dynamo.exc import TorchDynamoException  # imported late: it takes as long as much of torch
+
+    return isinstance(error, TorchDynamoException)
 
 
 def _run(block: nn.Module, is_recomputed: bool, *arguments: Any) -> Any:

@@ -36,7 +36,7 @@ from qwen_train.memory import (
     predict_memory,
     spread,
 )
-from qwen_train.model.compilation import compile_blocks, with_compile
+from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_compile
 from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
@@ -197,6 +197,18 @@ class Prepared:
     """With train.follow, which looks for new commits of the cache."""
     saved: int
     """The step of the last checkpoint."""
+
+    def stop_compiling(self) -> bool:
+        """Compute without compiled blocks from now on; False where that changes nothing, was not left to the run by
+        train.compile=auto, or there are other processes."""
+        transformer = self.run.transformer
+        alone = self.accelerator.num_processes == 1
+        if not (alone and transformer.is_compiled and self.start.config.train.compile == "auto"):
+            return False
+        recomputed = transformer.recomputed_blocks
+        uncompile_blocks(transformer)
+        checkpoint_blocks(transformer, [i for i, b in enumerate(transformer.transformer_blocks) if b in recomputed])
+        return True
 
     def recompute_all(self) -> bool:
         """Recompute all blocks from now on, after the memory did not suffice; False if that changes nothing.

@@ -29,6 +29,9 @@ from tests.support.paths import load_tool
 from tests.support.transformer_judge import assert_equal
 
 pytestmark = [
+    pytest.mark.skipif(
+        torch.torch_version.TorchVersion(torch.__version__) < compilation.TORCH, reason="an older torch"
+    ),
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
@@ -238,6 +241,9 @@ def test_auto_compiles_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp
     assert chosen(tmp_path, compile=False) == (False, "")
     monkeypatch.setattr(compilation, "has_compiler", lambda: False)
     assert chosen() == (False, "there is no Triton, or no C compiler")
+    monkeypatch.setattr(compilation, "TORCH", "99.0")
+    assert chosen() == (False, "compiled blocks need torch 99.0; older ones make a graph for each batch")
+    monkeypatch.undo()
     monkeypatch.setattr(compilation, "runs_flash", lambda _: False)
     why = "compiled blocks need a CUDA device from Ampere on, and train.mixed_precision=bf16"
     assert chosen() == (False, why)

@@ -10,7 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -239,15 +240,22 @@ def average_of(steps: list[dict[str, torch.Tensor]], decay: float) -> dict[str, 
     return dict(zip(parameters, reference.shadow_params, strict=True))
 
 
-def train_compiled(train: Trainer, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Path:
-    """A run with compiled blocks, without the C++ compiler; the test fails if nothing was compiled."""
+@contextmanager
+def compiling(monkeypatch: pytest.MonkeyPatch, backend: Any) -> Iterator[None]:
+    """Let runs compile their blocks by this backend; without shape checks, which the compiler cannot see through."""
     torch.compiler.reset()
     counters.clear()
-    jaxtyping.config.update("jaxtyping_disable", True)  # the compiler cannot see through the shape checks
-    monkeypatch.setattr(prepare, "compile_blocks", functools.partial(compile_blocks, backend="aot_eager"))
+    jaxtyping.config.update("jaxtyping_disable", True)
+    monkeypatch.setattr(prepare, "compile_blocks", functools.partial(compile_blocks, backend=backend))
     try:
-        out = train(settings=settings, train__compile=True)
+        yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def train_compiled(train: Trainer, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> Path:
+    """A run with compiled blocks, without the C++ compiler; the test fails if nothing was compiled."""
+    with compiling(monkeypatch, "aot_eager"):
+        out = train(settings=settings, train__compile=True)
     assert counters["stats"]["unique_graphs"], "nothing was compiled"
     return out
