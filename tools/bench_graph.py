@@ -85,7 +85,7 @@ def make_model(targets: list[str], *, recomputed: bool = False) -> Any:
     freeze_unreached(model)
     model.layout = "packed"
     if recomputed:
-        checkpoint_blocks(model, 1)
+        checkpoint_blocks(model, range(len(model.transformer_blocks)))
     return model.bfloat16().train()
 
 
