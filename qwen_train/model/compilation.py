@@ -54,7 +54,7 @@ def with_compile(config: Config, device: torch.device, steps: int, run: Path | N
         with suppress(ConfigError):
             saved = load_config(run / CONFIG_NAME).train.compile
     if isinstance(saved, bool):
-        chosen, reason = saved, ""
+        chosen, reason = saved and not obstacle, obstacle if saved else ""
     elif settings.compile == "auto":
         reason = obstacle or _reason_against(settings, device, steps)
         chosen = not reason

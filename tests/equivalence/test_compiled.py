@@ -247,5 +247,6 @@ def test_auto_compiles_where_it_is_worth_it(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(compilation, "runs_flash", lambda _: False)
     why = "compiled blocks need a CUDA device from Ampere on, and train.mixed_precision=bf16"
     assert chosen() == (False, why)
+    assert chosen(tmp_path) == (False, why)
     with pytest.raises(ConfigError, match=f"train.compile=true: {why}"):
         chosen(compile=True)

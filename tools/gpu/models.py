@@ -24,6 +24,7 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_train.memory import SampleSize
+from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.loading import Table, TabulatedTransformer2DModel, columns, trained_class
 from qwen_train.model.placement import offload_blocks, offloaded_indices
 from qwen_train.weights import compute_dtype, prepare_for_training
@@ -139,8 +140,8 @@ def quantise_4bit(block: nn.Module, bitsandbytes: Any, dtype: torch.dtype, devic
 def for_training(config: dict[str, Any], settings: Config, card: Card, sigma: Tensor) -> Any:
     """The transformer as `qwen-train run` trains it; a table of its modulation has the noise levels `sigma`."""
     model = prepare_for_training(random_weights(config, settings, card), settings.train)
-    if settings.train.compile:
-        model.compile_repeated_blocks()
+    if settings.train.compile is True:  # not "auto": each step says what it measures
+        compile_blocks(model)
     if settings.train.tabulated_modulation:
         model.time_text_embed.tables = [random_table(config, sigma)]
     if settings.train.offload_blocks:

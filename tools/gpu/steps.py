@@ -134,7 +134,7 @@ def settings_of(step: Step, card: Card, config: dict[str, Any]) -> Config:
 
 def check(settings: Config, card: Card) -> None:
     """UnavailableError for what this kind of device lacks."""
-    if settings.train.compile and (card.device.type == SIMULATED or not has_triton()):
+    if settings.train.compile is True and (card.device.type == SIMULATED or not has_triton()):
         raise UnavailableError(f"torch.compile has no Triton for {card.device.type}")
 
 
@@ -175,7 +175,7 @@ def measure_blocks(
     work = training_step(model, data, settings, card)
     work()  # allocates the optimizer's state
     forget(card)
-    row = timed(work, card, warm_up=1 + 2 * settings.train.compile)
+    row = timed(work, card, warm_up=1 + 2 * (settings.train.compile is True))
     expected = {"predicted": predicted.total - predicted.reserved, "predicted_reserved": predicted.total}
     return {"blocks": config["num_layers"], **row, **expected, **peaks(card, left)}
 
