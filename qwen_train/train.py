@@ -123,10 +123,11 @@ class Steps:
         except RuntimeError as error:
             if not is_of_compiler(error):
                 raise
+            reason = first_line(getattr(error, "inner_exception", error))
             if not self.p.stop_compiling():
-                what, do = "the blocks could not be compiled", "set train.compile=false"
-                raise TrainError(what, found=first_line(error), do=do) from error
-            told = f"could not be compiled ({first_line(error)}): blocks are not compiled"
+                do = "set train.compile=false"
+                raise TrainError("the blocks could not be compiled", found=reason, do=do) from error
+            told = f"could not be compiled ({reason}): blocks are not compiled from here on"
         self.close()
         self.stream, run.consumed_samples, self.p.accelerator.step = None, consumed, micro_batches
         run.optimizer.zero_grad()

@@ -8,7 +8,6 @@ bfloat16, and the optimizer rounds updates at random. Full training of quantised
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -175,9 +174,7 @@ def checkpoint_blocks(transformer: Any, indices: Iterable[int]) -> None:
     blocks = list(transformer.transformer_blocks)
     recomputed = {blocks[i] for i in indices}
     transformer.recomputed_blocks = recomputed
-    if transformer.is_compiled:
-        for block in blocks:
-            block.forward = functools.partial(block.forward.func, block, block in recomputed)
+    if transformer.is_compiled:  # a compiled block looks there
         return
 
     def run(block: torch.nn.Module, *arguments: Any) -> Any:

@@ -16,20 +16,8 @@ from qwen_cache import open_cache
 from qwen_cache.storage.remembered import sealed
 
 from .support.commands import refused, run
-from .support.judge import stock_pipeline
+from .support.judge import stock_image, stock_pipeline
 from .support.runs import IMAGES, Trainer
-
-
-@torch.no_grad()
-def stock_image(model: Path, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
-    """The last lines of the stock pipelines."""
-    pipeline = stock_pipeline(model, "edit-plus")
-    vae, size = pipeline.vae, (16 * h, 16 * w)
-    z = pipeline._unpack_latents(latents[None], *size, pipeline.vae_scale_factor).to(vae.dtype)
-    mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
-    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
-    image = vae.decode(z / std + mean, return_dict=False)[0][:, :, 0]
-    return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
 
 
 def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
@@ -44,7 +32,8 @@ def test_images_are_the_stock_pipelines_bit_for_bit(train: Trainer) -> None:
         for i, (_, h, w) in enumerate(shapes):
             part, latents = latents[: h * w], latents[h * w :]
             png = file.with_name(f"{file.stem}{f'-{i + 1}' if i else ''}.png")
-            assert np.array_equal(np.asarray(Image.open(png)), stock_image(train.model, part, h, w)), png
+            expected = stock_image(stock_pipeline(train.model, "edit-plus"), part, h, w)
+            assert np.array_equal(np.asarray(Image.open(png)), expected), png
             decoded += 1
         assert not len(latents)
     assert decoded == len(list(folder.rglob("*.png"))) == 2 * 4 + 3  # one of the two samples has a second control

@@ -355,7 +355,7 @@ def test_as_few_blocks_are_recomputed_as_fit() -> None:
 
 
 def test_the_time_of_recomputing() -> None:
-    """Of linear layers a step without is two passes of three with frozen weights, three of four with trained ones."""
+    """Linear layers without recomputing: two passes of three with frozen weights, three of four with trained ones."""
     tiny = [SampleSize(((1, 1, 1),), 1)]
     times = [
         [step_time(REAL, Config(train=TrainConfig(method=method)), tiny, count) for count in (0, 30, 60)]

@@ -23,7 +23,7 @@ from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import open_model, open_vae
 
 from .support.commands import refused, run
-from .support.judge import stock_pipeline
+from .support.judge import stock_image, stock_pipeline
 from .support.photographs import photograph
 from .support.runs import IMAGES, Trainer
 
@@ -119,17 +119,6 @@ def shape_of(png: Path) -> tuple[int, int]:
         return image.height // 16, image.width // 16
 
 
-@torch.no_grad()
-def stock_image(pipeline: Any, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
-    """The last lines of the stock pipelines."""
-    vae, size = pipeline.vae, (16 * h, 16 * w)
-    z = pipeline._unpack_latents(latents[None], *size, pipeline.vae_scale_factor).to(vae.dtype)
-    mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
-    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
-    image = vae.decode(z / std + mean, return_dict=False)[0][:, :, 0]
-    return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
-
-
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +132,7 @@ def test_a_vae_of_other_latents_is_refused_before_a_run_trains_or_an_image_is_ma
     run_settings = {**IMAGES, "validation.vae_device": "cpu"}
     refused(train.try_(settings=run_settings, model__vae=str(other)), message)
     assert not list(train.folder.rglob("*.png"))
+    refused(train.try_("--vae", str(other)), "--vae is for images, and this run decodes none")
     latents = tmp_path / "latents"
     latents.mkdir()
     save_file({"latents": torch.zeros(6, 64)}, latents / "a.safetensors", {"img_shapes": "[[1, 2, 3]]"})

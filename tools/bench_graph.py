@@ -112,7 +112,7 @@ class _ReachedError(Exception):
 
 
 def arguments_of_block(model: Any) -> list[Any]:
-    """Those that the model gives to its first block, with gradients for its rows as behind another block."""
+    """The arguments that the model gives to its first block, with gradients for its rows as behind another block."""
     found: list[Any] = []
 
     def stop(*arguments: Any) -> None:
@@ -176,7 +176,7 @@ def count_eager() -> Passes:
 
 @contextlib.contextmanager
 def _scheduled() -> Iterator[list[Counts]]:
-    """What inductor schedules for each graph; a call of what it would have built raises `_ReachedError`."""
+    """The kernels that inductor schedules for each graph; a call of its code raises `_ReachedError`."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering

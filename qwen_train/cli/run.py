@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
@@ -33,13 +34,14 @@ def run_train(
 ) -> int:
     """Train, and print the path of the result; the exit code."""
     require("torch")
-    launch = Launch.of_environment()
+    given, launch = list(given), Launch.of_environment()
     silence_others(launch)
     with ExitStack() as held:
         checked: Start | Exception
         try:
             config, fresh = run_settings(path, assignments, given, resume=resume)
             print_kept(config, fresh, path)
+            _refuse_unused_vae(given, config)
             encodes = encode_on_the_fly or encode_at is not None
             to_encode = ToEncode(config.data.source, encode_at) if encodes else None
             checked = held.enter_context(starting(config, launch, resume=resume, to_encode=to_encode))
@@ -48,6 +50,13 @@ def run_train(
                 raise
             checked = error  # raised once the processes are connected, so that one of them prints it
         return _train(checked, launch, as_json=as_json)
+
+
+def _refuse_unused_vae(given: Iterable[Given | None], config: Config) -> None:
+    """ConfigError for --vae in a run that decodes no images."""
+    if config.validation.vae_device is None and any(each and each.key == "model.vae" for each in given):
+        do = "set validation.vae_device, or leave it out and give it to `qwen-train decode`"
+        raise ConfigError("--vae is for images, and this run decodes none", do=do)
 
 
 def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:

@@ -124,7 +124,7 @@ def compile_blocks(transformer: Any, **options: Any) -> None:
     warnings.filterwarnings("ignore", message=".*autograd.function.Function.* should not be instantiated")
     run = torch.compile(_run, fullgraph=True, dynamic=True, **options)
     for block in transformer.transformer_blocks:
-        block.forward = functools.partial(run, block, block in transformer.recomputed_blocks)
+        block.forward = functools.partial(_forward, transformer, run, block)
     transformer.disable_gradient_checkpointing()
     transformer.is_compiled = True
 
@@ -134,6 +134,13 @@ def uncompile_blocks(transformer: Any) -> None:
     for block in transformer.transformer_blocks:
         del block.forward
     transformer.is_compiled = False
+
+
+def _forward(transformer: Any, run: Any, block: nn.Module, *arguments: Any, **stock: Any) -> Any:
+    """The compiled block. A call of the stock model, which names its arguments, is not compiled: it has caches."""
+    if stock:
+        return type(block).forward(block, *arguments, **stock)
+    return run(block, block in transformer.recomputed_blocks, *arguments)
 
 
 def is_of_compiler(error: RuntimeError) -> bool:

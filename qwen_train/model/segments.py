@@ -159,16 +159,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, bounds: Tensor) 
 
 
 @segments_backward.register_fake
-def _(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    spans: Tensor,
-    bounds: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 

@@ -152,6 +152,17 @@ def transformer_inputs(pipeline: Any, controls: Sequence[Image.Image], prompt: s
 
 
 @torch.no_grad()
+@torch.no_grad()
+def stock_image(pipeline: Any, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
+    """The last lines of the stock pipelines."""
+    vae, size = pipeline.vae, (16 * h, 16 * w)
+    z = pipeline._unpack_latents(latents[None], *size, pipeline.vae_scale_factor).to(vae.dtype)
+    mean = torch.tensor(vae.config.latents_mean).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
+    std = 1.0 / torch.tensor(vae.config.latents_std).view(1, vae.config.z_dim, 1, 1, 1).to(z.dtype)
+    image = vae.decode(z / std + mean, return_dict=False)[0][:, :, 0]
+    return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
+
+
 def plain_latents(vae: Any, image: Image.Image, size: Size) -> Tensor:
     """`[1, 16, H/8, W/8]`: the unpacked latents of `image` at `size`, by definition."""
     values = np.asarray(image.resize(size, Image.Resampling.LANCZOS), dtype=np.float32) / 255
