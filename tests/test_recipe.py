@@ -18,14 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen_cache import open_cache
+from qwen_cache.encode import recipe as recipes
 from qwen_cache.encode.builder import recipe_of_build
-from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device, make_recipe
+from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device, make_recipe, vae_encoder_fingerprint
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, parse_manifest
-from qwen_cache.models import devices, folder
+from qwen_cache.models import devices
 from qwen_cache.models.family import PipelineName
-from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint, vae_encoder_fingerprint
+from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import ValidationConfig, WeightedCache
 from qwen_cache.storage import remembered
@@ -291,8 +292,8 @@ def test_a_vae_that_cannot_be_read_has_no_hash(vae: Path) -> None:
 def test_an_unchanged_vae_is_read_once(vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(remembered, "SETTLED_NS", -(10**13))
-    reads, read = [], folder.read_header
-    monkeypatch.setattr(folder, "read_header", lambda path: reads.append(path) or read(path))
+    reads, read = [], recipes.read_header
+    monkeypatch.setattr(recipes, "read_header", lambda path: reads.append(path) or read(path))
     first = vae_encoder_fingerprint(vae)
     assert [vae_encoder_fingerprint(vae) for _ in range(2)] == [first] * 2
     assert len(reads) == 1

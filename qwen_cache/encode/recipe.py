@@ -8,25 +8,27 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import xxhash
 from PIL import Image
 
 from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.errors import ConfigError
-from qwen_cache.format.identity import sample_key
+from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.format.identity import canonical_json, content_hash, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE, Family
-from qwen_cache.models.folder import ModelFolder, fingerprint, vae_encoder_fingerprint
+from qwen_cache.models.folder import INDEX, VAE_WEIGHTS, ModelFolder, fingerprint, read_config, shards_of
+from qwen_cache.models.single_file import StoredTensor, read_header
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, load_config, overridden, parse_yaml
 from qwen_cache.sources.sizes import Resolution, Size, crop_box
-from qwen_cache.storage.files import read_file, write_durably
-from qwen_cache.storage.remembered import file_digest
+from qwen_cache.storage.files import open_file, read_file, write_durably
+from qwen_cache.storage.remembered import BLOCK, file_digest, remembered
 from qwen_cache.storage.remote import Url
 from qwen_cache.storage.stores import store_of
 
@@ -186,6 +188,10 @@ def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
 # CPU: samples of earlier versions, which may be wrong there, lack it, and accelerators always gave right ones. `vae` is
 # the hash of the whole folder; where another one has the same encoder, a cache keeps its recipe (`as_cached`).
 
+VAE_DECODER = ("decoder.", "post_quant_conv.")
+"""The beginnings of the names of tensors that latents do not depend on."""
+NO_VALUES = ("_", "diffusers_version")
+"""The beginnings of the keys of a config.json that say who wrote it."""
 ENCODER_VERSION = 2
 PATCH_EMBEDDING = "patch_embedding"
 _CONFIGURATION = (".json", ".txt", ".jinja")
@@ -261,6 +267,40 @@ def _family(family: Family) -> dict[str, Any]:
         "final_norm": family.final_norm,
         "text_rows_only": family.text_rows_only,
     }
+
+
+def vae_encoder_fingerprint(folder: Path) -> str:
+    """One hash over what decides a VAE's latents: its tensors but those of the decoder, and its config.
+
+    Names of files, the order of tensors and the version of the library that saved them make no difference. Empty for a
+    VAE that cannot be read, which loading refuses. Files are read again only when they have changed.
+    """
+    config, weights = folder / "config.json", folder / f"{VAE_WEIGHTS}.safetensors"
+    with suppress(ModelError, OSError, ValueError):
+        index = folder / f"{VAE_WEIGHTS}{INDEX}"
+        indexes = [index] if index.is_file() else []
+        files = [folder / name for name in sorted(set(shards_of(index).values()))] if indexes else [weights]
+        return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
+    return ""
+
+
+def _hash_vae_encoder(config: Path, files: Sequence[Path]) -> str:
+    tensors = {}
+    for path in files:
+        with open(open_file(path), "rb") as file:
+            for name, tensor in read_header(path).tensors.items():
+                if not name.startswith(VAE_DECODER):
+                    tensors[name] = [tensor.dtype, list(tensor.shape), _hash_tensor(file, tensor)]
+    values = {name: value for name, value in read_config(config).items() if not name.startswith(NO_VALUES)}
+    return content_hash(canonical_json({"config": values, "tensors": tensors}))
+
+
+def _hash_tensor(file: IO[bytes], tensor: StoredTensor) -> str:
+    digest = xxhash.xxh3_128()
+    file.seek(tensor.begin)
+    for begin in range(tensor.begin, tensor.end, BLOCK):
+        digest.update(file.read(min(BLOCK, tensor.end - begin)))
+    return digest.hexdigest()
 
 
 def vae_encoders(model: ModelFolder, recipe: dict[str, Any]) -> dict[str, str]:

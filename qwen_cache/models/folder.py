@@ -7,13 +7,11 @@ import math
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -21,10 +19,10 @@ from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, Template, family_of
-from qwen_cache.models.single_file import SingleFile, StoredTensor, check_packages, open_single_file, read_header
-from qwen_cache.storage.files import open_file, read_file
-from qwen_cache.storage.remembered import BLOCK, find_fault, remembered, remembered_digest
+from qwen_cache.models.single_file import SingleFile, check_packages, open_single_file
+from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
+from qwen_cache.storage.remembered import find_fault, remembered_digest
 from qwen_cache.text import parse_json, repeated
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -495,10 +493,6 @@ WEIGHTS = (".safetensors", "config.json")
 """Endings of the files that decide what a component computes."""
 VAE_WEIGHTS = "diffusion_pytorch_model"
 """The name of a VAE's weights, without the ending: diffusers reads no others."""
-VAE_DECODER = ("decoder.", "post_quant_conv.")
-"""The beginnings of the names of tensors that latents do not depend on."""
-NO_VALUES = ("_", "diffusers_version")
-"""The beginnings of the keys of a config.json that say who wrote it."""
 
 
 @dataclass(frozen=True)
@@ -720,40 +714,6 @@ def fingerprint(
     except OSError as error:
         raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename, do=AGAIN) from None
     return content_hash(canonical_json(digests))
-
-
-def vae_encoder_fingerprint(folder: Path) -> str:
-    """One hash over what decides a VAE's latents: its tensors but those of the decoder, and its config.
-
-    Names of files, the order of tensors and the version of the library that saved them make no difference. Empty for a
-    VAE that cannot be read, which loading refuses. Files are read again only when they have changed.
-    """
-    config, weights = folder / "config.json", folder / f"{VAE_WEIGHTS}.safetensors"
-    with suppress(ModelError, OSError, ValueError):
-        index = folder / f"{VAE_WEIGHTS}{INDEX}"
-        indexes = [index] if index.is_file() else []
-        files = [folder / name for name in sorted(set(shards_of(index).values()))] if indexes else [weights]
-        return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
-    return ""
-
-
-def _hash_vae_encoder(config: Path, files: Sequence[Path]) -> str:
-    tensors = {}
-    for path in files:
-        with open(open_file(path), "rb") as file:
-            for name, tensor in read_header(path).tensors.items():
-                if not name.startswith(VAE_DECODER):
-                    tensors[name] = [tensor.dtype, list(tensor.shape), _hash_tensor(file, tensor)]
-    values = {name: value for name, value in read_config(config).items() if not name.startswith(NO_VALUES)}
-    return content_hash(canonical_json({"config": values, "tensors": tensors}))
-
-
-def _hash_tensor(file: IO[bytes], tensor: StoredTensor) -> str:
-    digest = xxhash.xxh3_128()
-    file.seek(tensor.begin)
-    for begin in range(tensor.begin, tensor.end, BLOCK):
-        digest.update(file.read(min(BLOCK, tensor.end - begin)))
-    return digest.hexdigest()
 
 
 def check_component(folder: Path) -> None:
