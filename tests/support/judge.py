@@ -152,7 +152,6 @@ def transformer_inputs(pipeline: Any, controls: Sequence[Image.Image], prompt: s
 
 
 @torch.no_grad()
-@torch.no_grad()
 def stock_image(pipeline: Any, latents: torch.Tensor, h: int, w: int) -> np.ndarray:  # type: ignore[type-arg]
     """The last lines of the stock pipelines."""
     vae, size = pipeline.vae, (16 * h, 16 * w)
@@ -163,6 +162,7 @@ def stock_image(pipeline: Any, latents: torch.Tensor, h: int, w: int) -> np.ndar
     return np.asarray(pipeline.image_processor.postprocess(image, output_type="pil")[0])
 
 
+@torch.no_grad()
 def plain_latents(vae: Any, image: Image.Image, size: Size) -> Tensor:
     """`[1, 16, H/8, W/8]`: the unpacked latents of `image` at `size`, by definition."""
     values = np.asarray(image.resize(size, Image.Resampling.LANCZOS), dtype=np.float32) / 255
