@@ -49,7 +49,7 @@ from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.placement import InputDtypeLayerNorm
 from qwen_train.model.placement import check_settings as check_offload
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResAttnProcessor, varlen_attention
-from qwen_train.weights import compute_dtype, prepare_for_training, with_layout
+from qwen_train.weights import compute_dtype, is_update_fused, prepare_for_training, with_layout
 
 # ---- exhausted -------------------------------------------------------------------------------------------------------
 # Running out of a device's memory while training, as an error that says what to do.
@@ -215,10 +215,11 @@ def _of_layers(
     rounded = settings.train.stochastic_rounding
     states = ROUNDED_STATE if rounded else OPTIMIZER_STATE
     state = states.get(settings.optimizer.name, states["adamw"])
-    # the update of all trained weights at once on an accelerator (foreach), one after the other on the CPU and by
-    # torchao, which computes in float32
+    # the update of all trained weights at once on an accelerator (foreach), in place by AdamW (fused), one after the
+    # other on the CPU and by torchao, which computes in float32
     largest = max(map(_bytes, trained), default=0)
-    update = 2 * largest if rounded else gradients if device == "accelerator" else largest
+    at_once = 0 if is_update_fused(settings, ACCELERATOR) else gradients
+    update = 2 * largest if rounded else at_once if device == "accelerator" else largest
     accumulated = settings.train.gradient_accumulation_steps > 1
     if accumulated:  # gradients persist, so a new one is freed as soon as it is added
         for parameter in trained:

@@ -163,6 +163,17 @@ def compute_dtype(settings: TrainConfig) -> torch.dtype:
     return torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
 
 
+def is_update_fused(config: Config, device: torch.device) -> bool:
+    """True if AdamW updates all weights in one kernel that needs no further memory, as it does on accelerators.
+
+    torch's own choice is a kernel for each operation, whose results take as much memory as the weights; and for the
+    weights of FSDP2 one for each operation and tensor. `optimizer.arguments` can choose these: `foreach`, `fused`.
+    """
+    chosen = {"foreach", "fused"} & config.optimizer.arguments.keys()
+    by_torch = config.optimizer.name == "adamw" and not config.train.stochastic_rounding
+    return by_torch and not chosen and is_accelerator(device)
+
+
 def recomputed_blocks(setting: str | int, layers: int) -> range:
     """The blocks of `train.gradient_checkpointing`: all, none or every n-th one; for "auto" all."""
     every = 1 if setting == "auto" else int(setting)

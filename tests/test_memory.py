@@ -288,8 +288,10 @@ def test_everything_that_is_held_counts() -> None:
     plain, more = (predicted(REAL, settings, EDIT) for settings in ([], ["train.ema_decay=0.99", "train.lora.rank=32"]))
     assert more.trained == more.gradients == more.average == pytest.approx(2 * plain.trained, rel=1e-6)
     assert (plain.average, plain.optimizer) == (0, 2 * plain.trained)
-    full = predicted(REAL, ["train.method=full"], EDIT)
-    assert full.activations >= full.gradients, "on CUDA the update takes as much again"
+    full, foreach = (
+        predicted(REAL, ["train.method=full", *more], EDIT) for more in ([], ["optimizer.arguments.foreach=true"])
+    )
+    assert full.activations < full.gradients <= foreach.activations, "on CUDA foreach takes as much again"
     assert full.weights + full.trained == pytest.approx(4 * 20.43e9, rel=1e-3)
     assert full.total > 16 * 20e9
     accumulated, once = (

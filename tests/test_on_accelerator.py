@@ -10,14 +10,15 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -53,6 +54,10 @@ WAITS = {"item": 2}
 """In a step: the loss, and the norm of the gradient, both needed to notice what is not a number."""
 WAITS_WITH_TABLE = {"item": 2, "download": 1}
 """The noise levels too, to find their rows."""
+
+OUTSIDE = {"edit-plus packed": (70, 16), "edit-plus padded": (74, 11), "qwen-image-21 packed": (80, 29)}
+"""The kernels and the copies from the host of a step outside the blocks, at most."""
+COPY, UPDATE = "a copy from the host", "aten::_fused_adamw_"
 
 
 def matrix() -> dict[str, dict[str, Any]]:
@@ -90,7 +95,7 @@ def with_transformer(source: Path, folder: Path, **changes: Any) -> Path:
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("transformer"))
     torch.manual_seed(0)
     kept = {name: value for name, value in config.items() if not name.startswith("_")}
-    QwenImageTransformer2DModel(**{**kept, **changes}).bfloat16().save_pretrained(folder / "transformer")
+    getattr(diffusers, config["_class_name"])(**{**kept, **changes}).bfloat16().save_pretrained(folder / "transformer")
     return folder
 
 
@@ -250,6 +255,40 @@ def test_two_steps_are_those_of_the_cpu(
 @pytest.mark.parametrize("name", MATRIX)
 def test_the_host_waits_for_the_loss_and_the_gradient_alone(name: str, matrix_reports: dict[str, Report]) -> None:
     assert waits(matrix_reports[name]["waits"][1]) == (WAITS_WITH_TABLE if "table" in name else WAITS)
+
+
+@pytest.fixture(scope="module")
+def depths(
+    folder: Path, cpu_caches: Callable[[str], Path], tiny_model: Callable[[str], Path]
+) -> dict[tuple[str, int], Report]:
+    """Three steps of models with 2 and with 4 blocks."""
+    jobs = {}
+    for name in OUTSIDE:
+        variant, _, layout = name.partition(" ")
+        for layers in (2, 4):
+            model = folder / f"{variant} {layers}"
+            if not model.exists():
+                with_transformer(tiny_model(variant), model, num_layers=layers)
+            settings = {"train.layout": layout, "train.max_steps": 3, "train.ema_decay": 0.9}
+            out = folder / "depths" / f"{name} {layers}"
+            jobs[name, layers] = training(cpu_caches(variant), model, out, settings)
+    return run_jobs(folder / "depths", jobs)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_step_does_little_outside_the_blocks(name: str, depths: dict[tuple[str, int], Report]) -> None:
+    """What does not grow with the number of blocks: kernels, and copies from the host, which are asynchronous.
+
+    All weights are updated by one kernel, and averaged by one on CUDA.
+    """
+    two, four = (Counter(done(depths[name, layers])["launches"][2]) for layers in (2, 4))
+    fixed = {operator: 2 * count - four[operator] for operator, count in two.items()}
+    copies, kernels = fixed.pop(COPY), sum(max(0, count) for count in fixed.values())
+    at_most = OUTSIDE[name]
+    assert two[COPY] == four[COPY]
+    assert kernels <= at_most[0]
+    assert copies <= at_most[1]
+    assert two[UPDATE] == four[UPDATE] == 1
 
 
 @pytest.mark.parametrize("name", [name for name in MATRIX if name.startswith("packed")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import bitsandbytes
 import pytest
@@ -87,6 +88,22 @@ def test_eight_bits_are_eight_bits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "settings", "fused"),
+    [
+        ("adamw", {}, True),
+        ("adamw", {"arguments": {"foreach": True}}, None),
+        ("adamw", {"arguments": {"fused": False}}, False),
+        ("torch.optim.Adam", {}, None),
+    ],
+)
+def test_adamw_is_one_kernel_on_an_accelerator(name: str, settings: dict[str, Any], fused: bool | None) -> None:
+    weights = [torch.nn.Parameter(torch.empty(2, 2, device="meta"))]
+    with patch("qwen_train.weights.is_accelerator", lambda device: device.type == "meta"):
+        optimizer, _ = make_optimizer(config(name, **settings), weights)
+    assert optimizer.param_groups[0]["fused"] is fused
+
+
+@pytest.mark.parametrize(
     ("name", "extra"),
     [("prodigy", "prodigy"), ("adamw8bit", "quantization"), ("schedulefree.AdamWScheduleFree", "optimizers")],
 )
@@ -120,6 +137,7 @@ def test_one_that_needs_whole_weights_is_refused_for_parts_of_them(name: str) ->
         ("no_such_library.Lion", {}, "the optimizer no_such_library.Lion cannot be imported: No module named"),
         ("adamw", {"arguments": {"momentum": 1}}, "unexpected keyword argument 'momentum'"),
         ("torch.optim.SGD", {"arguments": {"momentum": -1}}, "Invalid momentum value: -1"),
+        ("adamw", {"arguments": {"foreach": True, "fused": True}}, "`fused` and `foreach` cannot be `True` together"),
         ("adafactor", {"betas": [0.5, 0.9]}, "optimizer.betas is not a setting of adafactor (found (0.5, 0.9))"),
         ("torch.optim.SGD", {"weight_decay": 0.5}, "optimizer.weight_decay is not a setting of torch.optim.SGD"),
     ],

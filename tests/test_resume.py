@@ -142,13 +142,15 @@ def test_each_process_draws_its_own_dropout_also_after_a_resume(monkeypatch: pyt
 
 
 def test_an_optimizers_state_is_restored_as_it_was() -> None:
-    """Moments in float32 of weights in bfloat16, which torch would round; tuples, which JSON does not have."""
+    """Moments in float32 of weights in bfloat16, which torch would round; tuples, which JSON does not have. It was made
+    by one kernel, on an accelerator, and is continued on the CPU."""
     weight = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))
     state = {0: {"step": torch.tensor(1.0), "exp_avg": torch.full((2, 2), 1.001), "exp_avg_sq": torch.ones(2, 2)}}
     optimizer = torch.optim.AdamW([weight])
-    group = {**optimizer.state_dict()["param_groups"][0], "betas": [0.5, 0.75]}
+    group = {**optimizer.state_dict()["param_groups"][0], "betas": [0.5, 0.75], "fused": True}
     checkpoint._load_optimizer(optimizer, {"state": deepcopy(state), "param_groups": [group]})
     assert optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    assert optimizer.param_groups[0]["fused"] is None
     found = optimizer.state[weight]
     assert {name: value.dtype for name, value in found.items()} == dict.fromkeys(state[0], torch.float32)
     assert all(torch.equal(found[name], value) for name, value in state[0].items())

@@ -241,8 +241,12 @@ def _count(value: Any) -> int:
 
 
 def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
-    """Restore the optimizer's state as it was saved: torch casts it to the parameters' dtype, JSON has no tuples."""
+    """Restore the optimizer's state as it was saved: torch casts it to the parameters' dtype, JSON has no tuples.
+
+    How an update is computed is no part of it: that depends on the device.
+    """
     for group, fresh in zip(state["param_groups"], optimizer.param_groups, strict=True):
+        group |= {name: fresh[name] for name in ("fused", "foreach") if name in fresh}
         group |= {n: tuple(v) for n, v in group.items() if isinstance(v, list) and isinstance(fresh.get(n), tuple)}
     optimizer.load_state_dict(_distributed(state, optimizer))
     parameters = trained_parameters(optimizer)

@@ -25,6 +25,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import OptimizerConfig
 from qwen_train.training.start import import_path, not_importable
+from qwen_train.weights import is_update_fused
 
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
@@ -43,12 +44,14 @@ def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> 
             f"{o.name} cannot be used with train.fsdp", expected="adamw", found=o.name, do="set optimizer.name=adamw"
         )
     arguments = {"lr": o.learning_rate, **_settings(o), **o.arguments}
+    if is_update_fused(config, parameters[0].device):
+        arguments["fused"] = True
     if config.train.stochastic_rounding:
         arguments["bf16_stochastic_round"] = True
     try:
         with redirect_stdout(sys.stderr):  # some print what they chose
             optimizer = cls(parameters, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{o.name} does not take these settings: {error}", do="see optimizer.arguments") from None
     try:
         lr_scheduler = get_scheduler(

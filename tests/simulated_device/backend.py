@@ -111,9 +111,13 @@ def set_capacity(device: int, size: int | None) -> None:
     extension().set_capacity(device, 1 << 40 if size is None else size)
 
 
+def issued() -> Counter[str]:
+    """How often the devices ran each operator, such as "aten::_flash_attention_forward"."""
+    return Counter(extension().issued())
+
+
 def calls(operator: str) -> int:
-    """How often the devices ran an operator, such as "aten::_flash_attention_forward"."""
-    return int(extension().issued().get(operator, 0))
+    return issued()[operator]
 
 
 def peaks() -> dict[str, Any]:

@@ -10,6 +10,7 @@ not counted.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import sys
 import traceback
@@ -32,6 +33,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.ends: list[int] = []
+        self.issued = [backend.issued()]
         self.files: list[Path] = []
 
     @contextmanager
@@ -44,6 +46,7 @@ class Steps:
         def marked(log: MetricsLog, *arguments: Any, **options: Any) -> None:
             write(log, *arguments, **options)
             self.ends.append(len(backend.events))
+            self.issued.append(backend.issued())
             if Path(log.file.name) not in self.files:
                 self.files.append(Path(log.file.name))
 
@@ -55,6 +58,10 @@ class Steps:
         begins = [0, *self.ends]
         slices = [backend.events[begin:end] for begin, end in zip(begins, self.ends, strict=False)]
         return [backend.counted([it for it in step if it.kind in backend.SLOW]) for step in slices]
+
+    def launches(self) -> list[dict[str, int]]:
+        """How often the devices ran each operator in each step; the first one's begins at the start of the job."""
+        return [dict(after - before) for before, after in itertools.pairwise(self.issued)]
 
     def losses(self) -> list[float]:
         from qwen_train.training.metrics import read_metrics
@@ -93,6 +100,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         **result,
         "events": backend.counted(backend.events),
         "waits": waits,
+        "launches": steps.launches(),
         "peaks": {
             name: {counter: value - left[name] for counter, value in peak.items()} if name in left else peak
             for name, peak in peaks().items()
