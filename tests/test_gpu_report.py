@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,15 @@ NOT_THERE = {
     ("tests", "tests/models, float32"): "no simulated device",
     ("tests", "tests/models, bfloat16"): "no simulated device",
     ("tests", "tests that are skipped without CUDA"): "no simulated device",
-    ("step/compile", "compiled"): "no Triton",
+    **{
+        ("step/compile", f"compiled{more}"): "no Triton"
+        for more in ("", ", 512²", ", every second block", ", no block", ", mixed sizes × 4", ", Qwen-Image-2.1")
+    },
+    **{
+        ("block", f"block of {model}, compiled, forward{more}"): "no Triton"
+        for model in ("Qwen-Image", "Qwen-Image-2.1")
+        for more in ("", " and backward")
+    },
 }
 """What cannot run on the simulated accelerator, and part of the reason that is reported."""
 
@@ -116,6 +125,16 @@ def test_batches_are_equal_to_stock(whole: tuple[dict[str, Any], str]) -> None:
     for row in rows:
         assert row["within"]
         assert max(row["outputs_ratio"], row["gradients_ratio"]) <= row["limit"] == AS_FAR
+
+
+def test_a_published_figure_has_a_factor_for_the_same_card_alone(module: Callable[[str], Any]) -> None:
+    published = module("published")
+    figures = [published.Figure("them", card, 3.0, 40) for card in ("H100", "A100")]
+    card = SimpleNamespace(name="NVIDIA H100 80GB HBM3")
+    row = {"published": [published.against(figure, 1.5, card) for figure in figures]}
+    same, other = page.published(row, None).split("; ")
+    assert same == "H100: 3 s, 40 GB (them), ours is **2 times as fast**"
+    assert other == "A100: 3 s, 40 GB (them)"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ import argparse
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -111,8 +111,9 @@ class _ReachedError(Exception):
     """The point at which a count is complete."""
 
 
-def arguments_of_block(model: Any) -> list[Any]:
-    """The arguments that the model gives to its first block, with gradients for its rows as behind another block."""
+def arguments_of_block(model: Any, call: Callable[[], object], rows: int = 2) -> list[Any]:
+    """The arguments that the model, in `call`, gives to its first block; the first `rows` with gradients, as behind
+    another block."""
     found: list[Any] = []
 
     def stop(*arguments: Any) -> None:
@@ -124,8 +125,8 @@ def arguments_of_block(model: Any) -> list[Any]:
         patch.object(model.transformer_blocks[0], "forward", stop),
         contextlib.suppress(_ReachedError),
     ):
-        model(**batch_of(COUNTED))
-    return [*(row.detach().clone().requires_grad_() for row in found[:2]), *found[2:]]
+        call()
+    return [*(row.detach().clone().requires_grad_() for row in found[:rows]), *found[rows:]]
 
 
 UNIT = sum(math.prod(image) + text for image, text in COUNTED) * WIDTH * 2
@@ -162,7 +163,7 @@ def _bytes_of(leaf: Any) -> int:
 
 def count_eager() -> Passes:
     model = make_model(LORA)
-    block, arguments = model.transformer_blocks[0], arguments_of_block(model)
+    block, arguments = model.transformer_blocks[0], arguments_of_block(model, lambda: model(**batch_of(COUNTED)))
     with _Operations() as forward:
         outputs = block(*arguments)
     gradients = [torch.randn_like(output) for output in outputs]
@@ -211,7 +212,7 @@ def _scheduled() -> Iterator[list[Counts]]:
 def count_compiled(*, recomputed: bool) -> Passes:
     torch._dynamo.reset()
     model = make_model(LORA, recomputed=recomputed)
-    arguments = arguments_of_block(model)
+    arguments = arguments_of_block(model, lambda: model(**batch_of(COUNTED)))
     compile_blocks(model)
     with _scheduled() as found, contextlib.suppress(_ReachedError):
         model.transformer_blocks[0].forward(*arguments)

@@ -60,6 +60,9 @@ PARTS = (
     Part("machine", "The machine", "machine", 3),
     Part("step/bf16", "Training step, bf16", "steps", 5),
     Part("equality", "Equality with stock diffusers, bf16", "equality", 5),
+    Part("step/compile", "Training step, compiled", "steps", 8),
+    Part("block", "One block", "block", 5),
+    Part("published", "Published figures", "published", 12),
     Part("step/fp8", "Training step, fp8", "steps", 4),
     Part("step/offload", "Training step, offloaded blocks", "steps", 6),
     Part("tests", "Tests that need a GPU", "checks", 8),
@@ -72,7 +75,6 @@ PARTS = (
     Part("step/2.1", "Training step, Qwen-Image-2.1", "steps", 4),
     Part("step/int8", "Training step, int8", "steps", 3),
     Part("step/checkpointing", "Training step, fewer recomputed blocks", "steps", 4),
-    Part("step/compile", "Training step, compiled", "steps", 6),
     Part("step/full", "Training step, full training", "steps", 4),
 )
 """In order of worth: what the time does not suffice for is at the end."""

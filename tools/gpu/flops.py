@@ -8,6 +8,7 @@ the rest is extrapolated. Casts, norms and the unpacking of quantised weights co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -49,11 +50,24 @@ def of_forward(config: dict[str, Any], settings: Config, sample: SampleSize) -> 
         return extrapolated(config, settings, [sample])
 
 
+def of_block(config: dict[str, Any], settings: Config, sample: SampleSize, *, backward: bool) -> float:
+    """One block that is not the last."""
+    without = nullcontext() if backward else patch("torch.autograd.backward", lambda *_: None)
+    with without:
+        few, more = counted(config, settings, [sample])
+    return more - few
+
+
 def extrapolated(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> float:
+    few, more = counted(config, settings, batch)
+    return few + (more - few) * (config["num_layers"] - FEW)
+
+
+def counted(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> list[int]:
+    """With `FEW` and with `MORE` blocks."""
     plain = {"layout": "packed", "gradient_checkpointing": 0, "tabulated_modulation": False, "compile": False}
     settings = settings.model_copy(update={"train": settings.train.model_copy(update=plain)})
-    few, more = (of_blocks(layers, config, settings, batch) for layers in (FEW, MORE))
-    return few + (more - few) * (config["num_layers"] - FEW)
+    return [of_blocks(layers, config, settings, batch) for layers in (FEW, MORE)]
 
 
 def of_blocks(layers: int, config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:

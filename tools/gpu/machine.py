@@ -44,7 +44,9 @@ def facts(card: Card) -> dict[str, str]:
         "card": card.name,
         "memory of the card": f"{total / 1e9:.1f} GB, {card.memory / 1e9:.1f} GB of it free for this report",
         "capability": ".".join(map(str, module.get_device_capability(card.device))),
-        "driver": driver(),
+        "driver": of_driver("driver_version"),
+        "power limit": of_driver("power.limit"),
+        "highest clock": of_driver("clocks.max.sm"),
         "CUDA": str(torch.version.cuda or torch.version.hip or "none"),
         "host": host,
         "Python": platform.python_version(),
@@ -59,9 +61,9 @@ def installed(package: str) -> str:
         return "not installed"
 
 
-def driver() -> str:
-    """The driver's version, as its own tool says."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def of_driver(question: str) -> str:
+    """What the driver's own tool says of the first card."""
+    command = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "unknown: there is no nvidia-smi"
     result = subprocess.run(command, capture_output=True, text=True, check=False)

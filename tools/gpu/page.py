@@ -75,6 +75,17 @@ def text(key: str) -> Callable[[Row, float | None], str]:
     return lambda row, peak: str(row.get(key) or NOTHING).replace("|", "\\|").replace("\n", " ")
 
 
+def published(row: Row, peak: float | None) -> str:
+    """The figures of others, and on the same card how many times as fast ours is."""
+    return "; ".join(map(figure, row["published"]))
+
+
+def figure(it: Row) -> str:
+    numbers = [f"{it['seconds']:g} s" if it["seconds"] else "", f"{it['gigabytes']:g} GB" if it["gigabytes"] else ""]
+    times = f", ours is **{digits(it['times_as_fast'])} times as fast**" if it["times_as_fast"] else ""
+    return f"{it['card']}: {', '.join(filter(None, numbers))} ({it['by']}){times}"
+
+
 def settings(row: Row, peak: float | None) -> str:
     return " ".join(f"`{each}`" for each in row.get("settings", ())) or "defaults"
 
@@ -101,6 +112,17 @@ COLUMNS: dict[str, list[Column]] = {
         ("predicted", against_prediction),
         MEMORY[1],
         ("predicted with context", number("predicted_reserved", " GB", 1e-9)),
+    ],
+    "block": [TIME, *RATE],
+    "published": [
+        ("settings", settings),
+        ("samples", number("samples")),
+        ("tokens", number("tokens")),
+        TIME,
+        RATE[1],
+        RATE[2],
+        *MEMORY,
+        ("published", published),
     ],
     "equality": [
         ("outputs", number("outputs_ratio")),
@@ -132,6 +154,16 @@ NOTES = {
         "otherwise, images of 1024² with one control, packed rows. FLOPs are those of forward and backward without "
         "recomputation. `predicted` is what `qwen-train plan` computes for the tensors, and `predicted with context` "
         "its total, with what it reserves for the driver's context and fragmentation."
+    ),
+    "block": (
+        "The patch embedding of a vision tower on one image of a megapixel, as transformers' convolution and as our "
+        "product; and a block on the packed row of an edit at 1024² with one control, without recomputation."
+    ),
+    "published": (
+        "Training steps with the settings of other trainers' published figures: a LoRA of rank 16 in bf16. What those "
+        "leave open, such as the length of the text, is assumed. The figures of VeOmni, DiffSynth-Studio and Fizgig "
+        "include the encoders; ours reads a cache. Factors are for the same card alone. Krea 2, a step of VeOmni at "
+        "4096², which takes a minute, and figures without a resolution are left out."
     ),
     "equality": (
         "Two blocks of the real width on samples of mixed sizes. A number is our distance from float32 relative to "

@@ -49,6 +49,8 @@ class Step:
     settings: tuple[str, ...] = ()
     samples: tuple[Images, ...] = (SQUARE,)
     family: str = "20b"
+    text: int | None = None
+    """Text tokens of each sample; None for those of an edit."""
 
 
 def layouts(name: str, *samples: Images) -> list[Step]:
@@ -56,6 +58,7 @@ def layouts(name: str, *samples: Images) -> list[Step]:
 
 
 FP8, NF4, INT8 = "model.quantization=fp8", "model.quantization=nf4", "model.quantization=int8"
+COMPILED = "train.compile=true"
 TABULATED = "train.tabulated_modulation=true"
 STEPS: dict[str, list[Step]] = {
     "bf16": [Step("1024²"), Step("512²", samples=(HALF,))],
@@ -77,7 +80,14 @@ STEPS: dict[str, list[Step]] = {
         Step("every second block", ("train.gradient_checkpointing=2",)),
         Step("no block", ("train.gradient_checkpointing=false",)),
     ],
-    "compile": [Step("compiled", ("train.compile=true",))],
+    "compile": [
+        Step("compiled", (COMPILED,)),
+        Step("compiled, 512²", (COMPILED,), (HALF,)),
+        Step("compiled, every second block", (COMPILED, "train.gradient_checkpointing=2")),
+        Step("compiled, no block", (COMPILED, "train.gradient_checkpointing=false")),
+        Step("compiled, mixed sizes × 4", (COMPILED,), MIXED),
+        Step("compiled, Qwen-Image-2.1", (COMPILED,), family="2.1"),
+    ],
     "2.1": [
         Step("Qwen-Image-2.1", family="2.1"),
         Step("Qwen-Image-2.1, four draws", ("train.noise_draws=4",), family="2.1"),
@@ -103,7 +113,7 @@ def measure(step: Step, card: Card) -> Row:
     config = models.config_of(step.family, card)
     settings = settings_of(step, card, config)
     check(settings, card)
-    batch = [models.edit(step.family, card, *images) for images in step.samples]
+    batch = [models.edit(step.family, card, *images, text=step.text) for images in step.samples]
     predicted = predict_memory(config, settings, batch)
     if settings.train.offload_blocks:
         need_host_memory(settings.train.offload_blocks * block_bytes(config, settings), "offloading")
@@ -124,12 +134,9 @@ def fits(predicted: Memory, card: Card) -> bool:
 
 
 def settings_of(step: Step, card: Card, config: dict[str, Any]) -> Config:
-    settings = list(step.settings)
-    if card.small:  # 60 blocks are those of the real model
-        blocks = f"train.offload_blocks={config['num_layers']}"
-        settings = [blocks if each.startswith("train.offload_blocks=60") else each for each in settings]
-        settings = [each.replace("train.offload_blocks=30", "train.offload_blocks=4") for each in settings]
-    return with_layout(load_config(None, settings), card.device)
+    """Of a small model as large a share of the blocks is offloaded."""
+    real = models.REAL[step.family]["num_layers"]
+    return with_layout(load_config(None, offload_share(step, config["num_layers"], real)), card.device)
 
 
 def check(settings: Config, card: Card) -> None:
@@ -143,7 +150,7 @@ def extrapolate(step: Step, batch: Sequence[SampleSize], whole: Memory, card: Ca
     rows, layers = [], models.config_of(step.family, card)["num_layers"]
     for blocks in FEW_BLOCKS if not card.small else (4, 2):
         config = models.config_of(step.family, card, blocks)
-        settings = with_layout(load_config(None, [*offload_share(step, blocks, layers)]), card.device)
+        settings = with_layout(load_config(None, offload_share(step, blocks, layers)), card.device)
         predicted = predict_memory(config, settings, batch)
         if not fits(predicted, card):
             sizes = f"{whole.total / 1e9:.1f} GB, {blocks} blocks of it {predicted.total / 1e9:.1f} GB"
