@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import shutil
 import warnings
 from contextlib import suppress
@@ -122,6 +123,7 @@ def compile_blocks(transformer: Any, **options: Any) -> None:
     # The compiler looks at every attribute of its inputs, and makes an object of an autograd function.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=".*autograd.function.Function.* should not be instantiated")
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)  # it advises on `context_fn`
     run = torch.compile(_run, fullgraph=True, dynamic=True, **options)
     for block in transformer.transformer_blocks:
         block.forward = functools.partial(_forward, transformer, run, block)
