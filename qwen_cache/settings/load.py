@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,8 +47,12 @@ MAX_BYTES = 1 << 20  # a file of all settings has 3 kB
 MAX_NODES = 10_000  # keys and values, aliases expanded; all settings make 250, naming each layer for a LoRA 850
 MAX_DEPTH = 32  # settings have five levels
 MAX_DIGITS = 100  # of an integer; Python's own limit is 4,300, and it raises wherever a longer one is shown
+INTEGER = "tag:yaml.org,2002:int"
 MERGE = "tag:yaml.org,2002:merge"  # the key `<<`; two of them lose nothing
 FIX = "simplify it; settings need nothing of this kind"
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+"""libyaml's, where PyYAML was built with it: ten times as fast."""
 
 
 def read_yaml(path: Path) -> Any:
@@ -66,17 +71,18 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
     """The value of a YAML document; ConfigError, which names `where`, if it is not one within the bounds."""
     if len(text) > MAX_BYTES:
         raise _too_long(where)
-    loader = _BoundedLoader(text)
     try:
+        _check_bounds(text)
+        loader = LOADER(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_repeated(node, "", where)
+        _check_node(node, "", where)
         return loader.construct_document(node)
     except _BeyondError as error:
         raise ConfigError(f"the settings {error}", where=where, do=FIX) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"this is not YAML: {error}", where=where) from None
+        raise ConfigError(f"this is not YAML: {_with_line(text, error)}", where=where) from None
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # of int, datetime, …
         raise ConfigError(f"a value does not fit its YAML type: {first_line(error)}", where=where) from None
 
@@ -89,11 +95,51 @@ def assignment(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _refuse_repeated(node: yaml.Node, name: str, where: object) -> None:
-    """ConfigError for a key that is there twice in the value of `name`, or deeper in it."""
+def _check_bounds(text: str) -> None:
+    """_BeyondError for a text beyond the bounds, by its parts alone: no value is made."""
+    count = 0
+    opened: list[tuple[str | None, int]] = []  # anchors of what is not closed, and the count before it
+    sizes: dict[str, int] = {}  # nodes in the value of each anchor, itself included, aliases expanded
+    for event in yaml.parse(text, Loader=LOADER):
+        if isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = opened.pop()
+            if anchor:
+                sizes[anchor] = count - before
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        if len(opened) == MAX_DEPTH:
+            raise _BeyondError(f"are nested more than {MAX_DEPTH} deep")
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in (anchor for anchor, _ in opened):
+                raise _BeyondError(f"contain an alias inside its own value: *{event.anchor}")
+            count += sizes.get(str(event.anchor), 0)
+        else:
+            if isinstance(event, yaml.CollectionStartEvent):
+                opened.append((event.anchor, count))
+            elif event.anchor:
+                sizes[event.anchor] = 1
+            count += 1
+        if count > MAX_NODES:
+            raise _BeyondError(f"have more than {MAX_NODES} values, with aliases expanded")
+
+
+def _with_line(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
+    """The error of the parser in Python, which quotes the line."""
+    try:
+        deque(yaml.parse(text, Loader=yaml.SafeLoader), maxlen=0)
+    except yaml.YAMLError as quoting:
+        return quoting
+    return error
+
+
+def _check_node(node: yaml.Node, name: str, where: object) -> None:
+    """ConfigError for a key that is there twice in the value of `name`, or deeper in it; _BeyondError for an integer
+    that is too long."""
+    if isinstance(node, yaml.ScalarNode) and node.tag == INTEGER and len(node.value) > MAX_DIGITS:
+        raise _BeyondError(f"contain an integer of {len(node.value)} digits; at most {MAX_DIGITS} are read")
     if isinstance(node, yaml.SequenceNode):
         for index, each in enumerate(node.value):
-            _refuse_repeated(each, f"{name}[{index}]", where)
+            _check_node(each, f"{name}[{index}]", where)
     if isinstance(node, yaml.MappingNode):
         lines: dict[tuple[str, str], int] = {}
         for key, value in node.value:
@@ -106,7 +152,8 @@ def _refuse_repeated(node: yaml.Node, name: str, where: object) -> None:
                     do = "write all that belongs to it under one of them, and remove the other"
                     raise ConfigError(f"{inner} is there twice", where=where, found=found, do=do)
                 lines[key.tag, key.value] = line
-            _refuse_repeated(value, inner, where)
+            _check_node(key, name, where)
+            _check_node(value, inner, where)
 
 
 def _too_long(where: object) -> ConfigError:
@@ -115,39 +162,6 @@ def _too_long(where: object) -> ConfigError:
 
 class _BeyondError(Exception):
     """A bound is exceeded."""
-
-
-class _BoundedLoader(yaml.SafeLoader):
-    """SafeLoader with the bounds, checked before any value is made."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.depth = self.count = 0
-        self.sizes: dict[str | None, int] = {}
-        """Nodes in the value of each anchor, itself included, aliases expanded."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
-        if isinstance(event, yaml.AliasEvent) and event.anchor in self.anchors and event.anchor not in self.sizes:
-            raise _BeyondError(f"contain an alias inside its own value: *{event.anchor}")
-        before = self.count
-        self.count += self.sizes.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
-        if self.count > MAX_NODES:
-            raise _BeyondError(f"have more than {MAX_NODES} values, with aliases expanded")
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            raise _BeyondError(f"are nested more than {MAX_DEPTH} deep")
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        if isinstance(event, yaml.NodeEvent) and not isinstance(event, yaml.AliasEvent) and event.anchor:
-            self.sizes[event.anchor] = self.count - before
-        return node
-
-    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
-        node = super().compose_scalar_node(anchor)
-        if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MAX_DIGITS:
-            raise _BeyondError(f"contain an integer of {len(node.value)} digits; at most {MAX_DIGITS} are read")
-        return node
 
 
 # ---- load ------------------------------------------------------------------------------------------------------------
@@ -182,7 +196,11 @@ class Config(Section):
         return self.validation.cache or f"{self.cache.path.rstrip('/')}/validation"
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        values = self.model_dump(mode="json")
+        text: str = yaml.dump(values, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
+        if "\\U" not in text:
+            return text
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # libyaml escapes emoji
 
 
 def load_config(
