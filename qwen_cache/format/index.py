@@ -42,6 +42,8 @@ MOST_ITEMS, MOST_FIELDS, DEEPEST = 1 << 16, 64, 12  # of a list, of a struct, of
 
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(3, 13)  # 1 and 2 are true and false
 INTEGERS = {I16: 15, I32: 31, I64: 63}  # bits of their absolute values
+SIZES = {1: 0, 2: 0, BYTE: 1, DOUBLE: 8}  # a boolean is in its type
+KIND = {dict: STRUCT, list: LIST}
 
 # parquet.thrift: by the id of a field its type, [the type of its items], or the fields of a struct; {} skips a struct.
 SIZE_STATISTICS, GEOSPATIAL = {1: I64, 2: [I64], 3: [I64]}, {1: {}, 2: [I32]}
@@ -78,6 +80,13 @@ def read_claims(data: memoryview, limit: int) -> Claims:
     Takes time that grows with the size of the file and with `limit`, whatever the file claims. pyarrow.ArrowException
     or OSError if a dictionary cannot be decompressed.
     """
+    try:
+        return _read_claims(data, limit)
+    except IndexError:
+        raise ValueError("a header reaches beyond the file") from None
+
+
+def _read_claims(data: memoryview, limit: int) -> Claims:
     length = int.from_bytes(data[-TAIL:-4], "little")
     if bytes(data[-4:]) != b"PAR1" or not 0 < length <= data.nbytes - TAIL:
         raise ValueError("it does not end with a footer")
@@ -148,7 +157,8 @@ def _struct(data: memoryview, position: int, known: dict[int, Any], depth: int =
     fields: dict[int, Any] = {}
     last = 0
     for _ in range(MOST_FIELDS):
-        head, position = _byte(data, position)
+        head = data[position]
+        position += 1
         if not head:
             return fields, position
         kind = head & 15
@@ -166,7 +176,7 @@ def _struct(data: memoryview, position: int, known: dict[int, Any], depth: int =
 
 def _value(data: memoryview, position: int, kind: int, known: Any, depth: int) -> tuple[Any, int]:
     """A value of the type `kind`, and the position after it."""
-    expected = {dict: STRUCT, list: LIST, int: known, type(None): kind}[type(known)]
+    expected = kind if known is None else known if isinstance(known, int) else KIND[type(known)]
     if kind != expected or depth > DEEPEST:
         raise ValueError("a field has another type than in Parquet")
     if kind in INTEGERS:
@@ -178,14 +188,13 @@ def _value(data: memoryview, position: int, kind: int, known: Any, depth: int) -
     if kind == BINARY:
         size, position = _varint(data, position)
         return None, position + size
-    sizes = {1: 0, 2: 0, BYTE: 1, DOUBLE: 8}  # a boolean is in its type
-    if kind not in sizes:
+    if kind not in SIZES:
         raise ValueError("a field has a type that Parquet does not use")
-    return None, position + sizes[kind]
+    return None, position + SIZES[kind]
 
 
 def _list(data: memoryview, position: int, known: Any, depth: int) -> tuple[list[Any], int]:
-    head, position = _byte(data, position)
+    head, position = data[position], position + 1
     count, kind = head >> 4, head & 15
     if count == 15:
         count, position = _varint(data, position)
@@ -198,19 +207,17 @@ def _list(data: memoryview, position: int, known: Any, depth: int) -> tuple[list
     return items, position
 
 
-def _byte(data: memoryview, position: int) -> tuple[int, int]:
-    if position >= data.nbytes:
-        raise ValueError("a header reaches beyond the file")
-    return data[position], position + 1
-
-
 def _varint(data: memoryview, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte, position = _byte(data, position)
+    value = data[position]
+    if value < 128:  # most are
+        return value, position + 1
+    value &= 127
+    for shift in range(7, 70, 7):
+        position += 1
+        byte = data[position]
         value |= (byte & 127) << shift
         if byte < 128:
-            return value, position
+            return value, position + 1
     raise ValueError("a number does not end")
 
 
