@@ -1,4 +1,4 @@
-"""Declaring and running a command line: options, --help, renamed options, errors, the command `config`."""
+"""Declaring and running a command line: options, --help, errors, the command `config`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.extras import __version__, advice, installed
 from qwen_cache.settings.given import Given
 from qwen_cache.terminal import (
@@ -36,7 +36,6 @@ from qwen_cache.terminal import (
     results,
     set_verbosity,
 )
-from qwen_cache.text import plain
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 # Declaring commands and their options, for both programs: what `--help` shows, and which setting an option overrides.
@@ -271,7 +270,7 @@ def _without_types(parameter: Any) -> Any:
 # ---- command line ----------------------------------------------------------------------------------------------------
 # Running a command line: what both programs share around their commands.
 #
-# Errors that a user can cause become a message and an exit code; options by an old name still work; `--version`.
+# Errors that a user can cause become a message and an exit code; `--version`.
 
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
@@ -279,7 +278,7 @@ IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
     """Run a command line; errors that a user can cause become a message and an exit code.
 
-    `renamed` maps each command to its renamed options: old name to new name.
+    `renamed` has the old names of options, which are refused with the new ones, by command.
     """
     from qwen_cache.terminal import install_plain_streams
 
@@ -289,8 +288,8 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     explain_crashes()
     set_verbosity()
     try:
-        arguments = _with_new_names(sys.argv[1:], renamed)
-        code = app(arguments, prog_name=app.info.name, standalone_mode=False)
+        _refuse_old_names(sys.argv[1:], renamed)
+        code = app(sys.argv[1:], prog_name=app.info.name, standalone_mode=False)
     except QwenCacheError as error:
         if is_verbose():
             console(always=True).print(traceback.format_exc(), markup=False)
@@ -322,16 +321,12 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _with_new_names(arguments: list[str], renamed: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """The arguments with old option names replaced by new ones; each replacement is reported."""
+def _refuse_old_names(arguments: Sequence[str], renamed: Mapping[str, Mapping[str, str]]) -> None:
+    """ConfigError for an option by its old name."""
     options = renamed.get(arguments[0], {}) if arguments else {}
-    updated = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if new := options.get(name):
-            console().print(f"{plain(name)} is called {new} now", markup=False)
-        updated.append((new or name) + equals + value)
-    return updated
+    for name in (argument.partition("=")[0] for argument in arguments):
+        if name in options:
+            raise ConfigError(f"{name} is called {options[name]} now")
 
 
 def _missing(error: ModuleNotFoundError, program: str) -> str | None:
@@ -424,7 +419,6 @@ def add_config_command(app: typer.Typer) -> None:
         set_: Assignments = None,
     ) -> int:
         """Print all settings of qwen.yaml with their values and descriptions, as a settings file."""
-        from qwen_cache.errors import ConfigError
         from qwen_cache.settings.describe import all_settings, found_by, to_json, to_yaml
         from qwen_cache.settings.load import load_config
         from qwen_cache.terminal import print_json, print_text

@@ -15,7 +15,7 @@ from typing import Any, Self
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, RENAMED, Config, assignment, load_config, parse_yaml, read_yaml
+from qwen_cache.settings.load import CONFIG_NAME, Config, assignment, load_config, load_saved, parse_yaml, read_yaml
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_cache.storage.remote import Url, location
@@ -261,7 +261,7 @@ def run_settings(
     if not resume or not own.is_file():
         return fresh, fresh
     try:
-        load_config(own)
+        load_saved(own)
     except ConfigError as error:
         do = "correct it; or remove it, and give the run's settings again"
         raise ConfigError(error.what, where=own, expected=error.expected, found=error.found, do=do) from None
@@ -270,7 +270,7 @@ def run_settings(
     for name, _, text in (each.partition("=") for each in assignments or ()):
         names |= {name.strip(), *_names(parse_yaml(text), f"{name.strip()}.")}
     values = fresh.flat()
-    return load_config(own, [assignment(name, values[name]) for name in _among(values, names)]), fresh
+    return load_saved(own, [assignment(name, values[name]) for name in _among(values, names)]), fresh
 
 
 def named_in(path: Path, settings: Iterable[str]) -> list[str]:
@@ -280,8 +280,7 @@ def named_in(path: Path, settings: Iterable[str]) -> list[str]:
 
 def _among(settings: Iterable[str], names: Iterable[str]) -> list[str]:
     """The settings that are named; a name inside one, as in optimizer.arguments, names the whole."""
-    new = {RENAMED.get(name, name) for name in names}
-    return [name for name in settings if any(f"{each}.".startswith(f"{name}.") for each in new)]
+    return [name for name in settings if any(f"{each}.".startswith(f"{name}.") for each in names)]
 
 
 def _names(value: object, prefix: str = "") -> set[str]:
@@ -307,7 +306,7 @@ def _of_cache(cache: str, name: str) -> Any:
     """A setting of `data` that a cache on this machine was built with."""
     with suppress(QwenCacheError, OSError):
         if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
-            return _set(load_config(settings).data, name)
+            return _set(load_saved(settings).data, name)
     return None
 
 
@@ -322,7 +321,7 @@ def as_trained(data: DataConfig, folders: Iterable[Path]) -> DataConfig:
     runs = []
     for settings in {folder / CONFIG_NAME for folder in folders}:
         with suppress(QwenCacheError, OSError):
-            runs += [load_config(settings)] if settings.is_file() else []
+            runs += [load_saved(settings)] if settings.is_file() else []
     found: dict[str, Any] = {}
     for name in ("trigger_word", "marked_phrases"):
         values = {recorded(run, name) for run in runs} if _set(data, name) is None else set()

@@ -24,7 +24,7 @@ from qwen_cache.extras import install_command
 from qwen_cache.models.devices import full_float32, is_accelerator, torchao_config
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
 from qwen_cache.models.loading import explained
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.lora.files import WEIGHTS_NAME
@@ -153,7 +153,7 @@ def with_layout(config: Config, device: torch.device, run: Path | None = None) -
         return config
     chosen = "packed" if is_accelerator(device) else "padded"
     with suppress(ConfigError):
-        saved = load_config(run / CONFIG_NAME).train.layout if run else "auto"
+        saved = load_saved(run / CONFIG_NAME).train.layout if run else "auto"
         chosen = chosen if saved == "auto" else saved
     return config.model_copy(update={"train": config.train.model_copy(update={"layout": chosen})})
 

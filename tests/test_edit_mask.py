@@ -272,7 +272,7 @@ def head(cache: Callable[..., Cache], tmp_path: Path) -> Path:
 
 
 def test_a_head_draws_where_the_source_has_no_mask(cache: Callable[..., Cache], head: Path, tmp_path: Path) -> None:
-    made, seen = cache("--edit-mask", f"head={head}"), by_name(open_cache(tmp_path / "attention"))
+    made, seen = cache("--edit-mask", "head", "--mask-head", str(head)), by_name(open_cache(tmp_path / "attention"))
     assert origins(made) == dict(zip(NAMES, ("head", "file", "head", "head"), strict=True))
     for name, sample in by_name(made).items():
         if name != "after/said":
@@ -301,10 +301,10 @@ def test_auto_asks_the_head_only_where_the_difference_says_nothing(
 def test_a_head_that_changed_is_another_recipe(
     cache: Callable[..., Cache], build: Callable[..., Result], head: Path
 ) -> None:
-    cache("--edit-mask", f"head={head}")
-    assert "already holds this source" in build("--edit-mask", f"head={head}").stderr
+    cache("--edit-mask", "head", "--mask-head", str(head))
+    assert "already holds this source" in build("--edit-mask", "head", "--mask-head", str(head)).stderr
     save_head(MaskHead(8, base=4, size=16), head, HeadMetadata(_about(head)))
-    changed = json.loads(build("--edit-mask", f"head={head}", "--dry-run", "--json").stdout)
+    changed = json.loads(build("--edit-mask", "head", "--mask-head", str(head), "--dry-run", "--json").stdout)
     assert (changed["to_encode"], changed["new_masks"]) == (3, 1), "one has a mask of its own"
     assert changed["reasons"] == {"recipe: another mask head": 4}
 
@@ -324,7 +324,7 @@ def test_other_masks_need_no_encoder(
     keep = ("--set", "cache.store_attention=true")
     wanted: list[tuple[str | Path, ...]] = [
         ("--edit-mask", "diff", *keep),
-        ("--edit-mask", f"head={head}", *keep),
+        ("--edit-mask", "head", "--mask-head", str(head), *keep),
         ("--edit-mask", f"auto={head}"),
         ("--edit-mask", "none"),
         ("--edit-mask", "diff"),
@@ -364,8 +364,8 @@ def test_without_its_attention_a_sample_is_encoded_again(
         edit_rows(source, lambda row: row.update(phrase="edit"))
     else:
         cache("--edit-mask", "file" if changed == "nothing is there" else "diff")
-    cache("--edit-mask", f"head={head}", "--replace")
-    cache("--edit-mask", f"head={head}", out="new")
+    cache("--edit-mask", "head", "--mask-head", str(head), "--replace")
+    cache("--edit-mask", "head", "--mask-head", str(head), out="new")
     assert contents(tmp_path / "shards") == contents(tmp_path / "new")
 
 
@@ -376,9 +376,12 @@ def test_without_its_attention_a_sample_is_encoded_again(
     ("options", "model", "message"),
     [
         (("--edit-mask", "head"), "edit-plus", "no mask head is named"),
-        (("--edit-mask", "head=nowhere"), "edit-plus", "nowhere: this is not a mask head that can be used"),
+        (
+            ("--edit-mask", "head", "--mask-head", "nowhere"),
+            "edit-plus",
+            "nowhere: this is not a mask head that can be used",
+        ),
         (("--edit-mask", "guess"), "edit-plus", "--edit-mask: not a valid value"),
-        (("--edit-mask", "diff=head.safetensors"), "edit-plus", "--edit-mask diff takes no mask head"),
         (("--edit-mask", "diff"), "t2i", "data.edit_mask=diff needs control images, and QwenImagePipeline has none"),
         (("--set", "cache.store_attention=true"), "t2i", "cache.store_attention needs control images"),
         (("--edit-mask", "diff", "--format", "v1"), "edit-plus", "format v1 cannot store what data.edit_mask=diff"),
@@ -395,7 +398,9 @@ def test_what_cannot_be_done_says_so(
 
 def test_a_head_of_another_encoder_is_refused(build: Callable[..., Result], head: Path) -> None:
     save_head(MaskHead(8, base=4), head, HeadMetadata("another"))
-    assert "trained on the attention of another encoder" in build("--edit-mask", f"head={head}").stderr
+    assert (
+        "trained on the attention of another encoder" in build("--edit-mask", "head", "--mask-head", str(head)).stderr
+    )
 
 
 @pytest.mark.slow
@@ -405,7 +410,7 @@ def test_a_head_that_gives_no_numbers_is_refused(build: Callable[..., Result], h
     made, about = load_head(head)
     made.logits.weight.data.fill_(float("nan"))
     save_head(made, head, about)
-    result = build("--edit-mask", f"head={head}", out=out)
+    result = build("--edit-mask", "head", "--mask-head", str(head), out=out)
     assert result.code == 2
     assert "not finite" in result.stderr
 
@@ -416,8 +421,8 @@ def test_a_lost_shard_of_the_recipe_that_is_replaced_is_encoded_again(
 ) -> None:
     for shard in (tmp_path / "attention").glob("*.tar"):
         shard.unlink()
-    cache("--edit-mask", f"head={head}", out="attention")
-    cache("--edit-mask", f"head={head}", out="new")
+    cache("--edit-mask", "head", "--mask-head", str(head), out="attention")
+    cache("--edit-mask", "head", "--mask-head", str(head), out="new")
     assert contents(tmp_path / "attention") == contents(tmp_path / "new")
 
 

@@ -14,7 +14,7 @@ from qwen_cache.cli import init
 from qwen_cache.cli.doctor import Device, Torch
 from qwen_cache.models.family import FAMILIES
 from qwen_cache.settings.describe import all_settings
-from qwen_cache.settings.load import OTHER_NAMES, RENAMED, Config, known_keys, load_config
+from qwen_cache.settings.load import OTHER_NAMES, Config, known_keys, load_config
 
 from .support.commands import run
 from .support.paths import ROOT
@@ -202,4 +202,4 @@ def test_config_shows_the_values_that_are_set() -> None:
 
 def test_other_names_are_those_of_settings() -> None:
     keys = {each.key for each in all_settings()}
-    assert OTHER_NAMES.keys() | set(RENAMED.values()) <= keys
+    assert OTHER_NAMES.keys() <= keys

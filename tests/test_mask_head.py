@@ -190,7 +190,9 @@ def test_a_build_of_the_same_source_takes_the_head(
     one_held_out = fmean(sorted(map(share_of, targets))[:2])
     found = train(tmp_path / "shards", "--json", steps=3, validation_split=one_held_out)
     assert (json.loads(found.stdout)["trained"], json.loads(found.stdout)["held_out"]) == (2, 1)
-    result = run(*build, "--out", tmp_path / "by-head", "--edit-mask", f"head={tmp_path / 'head.safetensors'}")
+    result = run(
+        *build, "--out", tmp_path / "by-head", "--edit-mask", "head", "--mask-head", tmp_path / "head.safetensors"
+    )
     assert result.code == 0, result.stderr
     assert open_cache(tmp_path / "by-head").table["edit_mask_from"].to_pylist() == ["head"] * 4
 

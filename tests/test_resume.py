@@ -412,7 +412,11 @@ def test_a_resumed_run_has_its_own_settings_and_tells_what_the_file_says(
     assert " train.batch_size 2, train.ema_decay 0.5, " in said
     assert "; --set changes them" in said
     assert column(train.folder / "out", "step") == [1]
-    result = run_training("--resume", "--config", "qwen.yaml", "--set", "train.loss_mean=tokens")
+    own = train.folder / "out" / "qwen.yaml"
+    old = own.read_text(encoding="utf-8").replace("loss_reduction: per_sample", "loss_mean: samples")
+    assert "loss_mean" in old
+    own.write_text(old, encoding="utf-8")  # of an earlier version
+    result = run_training("--resume", "--config", "qwen.yaml", "--set", "train.loss_reduction=per_token")
     assert result.code == 0, result.stderr
     said = " ".join(result.stderr.split())
     assert "from here on: train.max_steps 1 → 2, train.loss_reduction per_sample → per_token" in said

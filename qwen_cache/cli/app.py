@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -290,9 +289,8 @@ def build(
     from qwen_cache.storage.remembered import rehashing
     from qwen_cache.storage.stores import destination
 
-    edit_mask, head = _mask_and_head(edit_mask)
     columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
-    masks = (edit_mask, mask_head or head)
+    masks = (edit_mask, mask_head)
     caches = Given("--reuse", "cache.reuse", reuse) if reuse else None
     devices, places = (vae_device, text_device), (out, caches, format)
     given = (source, model, dtype, *columns, on_error, *masks, slice_, validation, *devices, *places)
@@ -319,21 +317,6 @@ def build(
             only_validation=only_validation,
             as_json=json,
         )
-
-
-def _mask_and_head(edit_mask: Given | None) -> tuple[Given | None, Given | None]:
-    """Split `--edit-mask head=PATH`, the old spelling, into two options; ConfigError if no head is expected."""
-    from qwen_cache.errors import ConfigError
-    from qwen_cache.terminal import console
-
-    name, equals, path = edit_mask.value.partition("=") if edit_mask else ("", "", "")
-    if edit_mask is None or not equals:
-        return edit_mask, None
-    if name not in ("head", "auto"):
-        found = f"--edit-mask {edit_mask.value}"
-        raise ConfigError(f"--edit-mask {name} takes no mask head", found=found, do="give --edit-mask head")
-    console().print(f"--edit-mask {name}=PATH is called --edit-mask {name} --mask-head PATH now")
-    return replace(edit_mask, value=name), Given("--mask-head", "data.mask_head", path)
 
 
 @app.command("encode-worker", hidden=True)

@@ -13,7 +13,7 @@ from qwen_cache.inspect.flags import ImageSource, decoded_images, stored_images
 from qwen_cache.inspect.page import check_page_path, write_page
 from qwen_cache.inspect.summary import SourceComparison, survey
 from qwen_cache.inspect.terminal import describe, print_sample, print_survey
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, load_saved
 from qwen_cache.storage.remembered import rehashing
 from qwen_cache.storage.remote import LocalCopies, location
 from qwen_cache.terminal import console, print_json
@@ -124,4 +124,4 @@ def _settings_of_build(cache: str, config: Path | None, assignments: Sequence[st
     """Settings of `config`, else of the build's qwen.yaml in the cache, else of ./qwen.yaml; `assignments` override."""
     folder = location(cache)
     own = folder / CONFIG_NAME if isinstance(folder, Path) else None
-    return load_config(config or (own if own and own.is_file() else None), assignments)
+    return load_saved(own, assignments) if not config and own and own.is_file() else load_config(config, assignments)

@@ -29,7 +29,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.html.grid import make_grid
 from qwen_cache.inspect.flags import stored_thumbnails
 from qwen_cache.models.family import PIPELINES, family_of_recipe
-from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.settings.load import CONFIG_NAME, load_saved
 from qwen_cache.storage.hub_repository import Published, State, check_repository_name
 from qwen_cache.storage.remembered import file_digest
 from qwen_cache.storage.remote import LocalCopies, Url, location
@@ -412,7 +412,7 @@ def _settings(folder: Path) -> tuple[bytes | None, str | None]:
     """The public part of the settings of the build, and the model's repository, if it is on the hub."""
     if not (folder / CONFIG_NAME).is_file():
         return None, None
-    config = load_config(folder / CONFIG_NAME)
+    config = load_saved(folder / CONFIG_NAME)
     public = public_settings(config)
     data = yaml.safe_dump(public, sort_keys=False, allow_unicode=True).encode("utf-8") if public else None
     return data, public_model(config)

@@ -48,7 +48,7 @@ from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.staging import finished_samples
 from qwen_cache.format.update import Existing, Update, by_position, plan_update
 from qwen_cache.format.verify import damaged_shards
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import CacheConfig, DataConfig
 from qwen_cache.sources.detect import Row
 from qwen_cache.storage.remote import Url, location
@@ -474,7 +474,7 @@ def _right_settings(job: BuildJob) -> str:
     """The place of the recipe's settings: the cache has a file of those of its last build."""
     path = job.folder / CONFIG_NAME
     with suppress(ConfigError, OSError):
-        if isinstance(path, Path) and (load_config(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
+        if isinstance(path, Path) and (load_saved(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
             return f"add `{shell_line(['--config', str(path)])}`, which has those of the last build"
     return f"give those of recipe {job.recipe_name!r}; {path} does not have them"
 

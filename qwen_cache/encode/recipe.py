@@ -25,7 +25,16 @@ from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.models.folder import INDEX, VAE_WEIGHTS, ModelFolder, fingerprint, read_config, shards_of
 from qwen_cache.models.single_file import StoredTensor, read_header
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, load_config, overridden, parse_yaml
+from qwen_cache.settings.load import (
+    CONFIG_NAME,
+    MAX_BYTES,
+    Config,
+    load_config,
+    load_saved,
+    overridden,
+    parse_yaml,
+    saved_settings,
+)
 from qwen_cache.sources.sizes import Resolution, Size, crop_box
 from qwen_cache.storage.files import open_file, read_file, write_durably
 from qwen_cache.storage.remembered import BLOCK, file_digest, remembered
@@ -403,7 +412,7 @@ def settings_of_build(
         if saved is not None:
             return overridden(saved, str(own), assignments, given)
     elif config is None and isinstance(own, Path) and own.is_file():
-        value = load_config(own).model_dump(mode="json")
+        value = load_saved(own).model_dump(mode="json")
         value["cache"] = {name: each for name, each in value["cache"].items() if name not in _OF_A_MACHINE}
         return overridden(value, str(own), assignments, given)
     return load_config(config, assignments, given)
@@ -445,4 +454,4 @@ def _remote(path: Url) -> dict[str, Any] | None:
         raise ConfigError(f"this is not YAML: {error}", where=path) from None
     if not isinstance(value, dict):
         raise ConfigError("a mapping of sections is expected", where=path, found=type(value).__name__)
-    return public_settings(overridden(value, str(path)))
+    return public_settings(saved_settings(value, str(path)))

@@ -43,7 +43,6 @@ MOST_ITEMS, MOST_FIELDS, DEEPEST = 1 << 16, 64, 12  # of a list, of a struct, of
 BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(3, 13)  # 1 and 2 are true and false
 INTEGERS = {I16: 15, I32: 31, I64: 63}  # bits of their absolute values
 SIZES = {1: 0, 2: 0, BYTE: 1, DOUBLE: 8}  # a boolean is in its type
-KIND = {dict: STRUCT, list: LIST}
 
 # parquet.thrift: by the id of a field its type, [the type of its items], or the fields of a struct; {} skips a struct.
 SIZE_STATISTICS, GEOSPATIAL = {1: I64, 2: [I64], 3: [I64]}, {1: {}, 2: [I32]}
@@ -176,7 +175,9 @@ def _struct(data: memoryview, position: int, known: dict[int, Any], depth: int =
 
 def _value(data: memoryview, position: int, kind: int, known: Any, depth: int) -> tuple[Any, int]:
     """A value of the type `kind`, and the position after it."""
-    expected = kind if known is None else known if isinstance(known, int) else KIND[type(known)]
+    expected = known
+    if not isinstance(known, int):
+        expected = kind if known is None else STRUCT if isinstance(known, dict) else LIST
     if kind != expected or depth > DEEPEST:
         raise ValueError("a field has another type than in Parquet")
     if kind in INTEGERS:

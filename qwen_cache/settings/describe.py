@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from qwen_cache.settings.load import OTHER_NAMES, RENAMED, Config
+from qwen_cache.settings.load import OTHER_NAMES, Config
 from qwen_cache.settings.sections import Section
 
 # ---- describe --------------------------------------------------------------------------------------------------------
@@ -87,8 +87,7 @@ def _parts(annotation: Any) -> Iterator[Any]:
 # ---- listing ---------------------------------------------------------------------------------------------------------
 # List the settings of qwen.yaml, all or those that a search finds: each key with its value and description.
 #
-# The text is a valid settings file. A search looks at keys, descriptions, choices, old names, and other trainers'
-# names.
+# The text is a valid settings file. A search looks at keys, descriptions, choices, and other trainers' names.
 
 WIDTH = 80
 
@@ -104,9 +103,8 @@ def all_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterato
 
 
 def other_names(setting: Setting) -> list[str]:
-    """The old names of a setting, and its names in other trainers."""
-    old = [before for before, after in RENAMED.items() if after == setting.key]
-    return [*OTHER_NAMES.get(setting.key, ()), *old]
+    """The names of a setting in other trainers."""
+    return list(OTHER_NAMES.get(setting.key, ()))
 
 
 def found_by(text: str) -> list[Setting]:

@@ -33,8 +33,7 @@ from qwen_cache.settings.sections import (
     TrainConfig,
     ValidationConfig,
 )
-from qwen_cache.terminal import console, naming
-from qwen_cache.text import plain
+from qwen_cache.terminal import naming
 
 # ---- yaml text -------------------------------------------------------------------------------------------------------
 # YAML from a file or the command line, with bounds: also the qwen.yaml in a cache of somebody else is read.
@@ -169,7 +168,7 @@ class _BeyondError(Exception):
 #
 # Settings are named as in diffusers where it has them. An unknown key is an error that suggests the nearest known one.
 # `--set a.b=value` and command options override the file; the result is saved beside every output. The old name of a
-# renamed setting still works, and the new one is reported.
+# setting is refused with the new one, but for files that an earlier version saved.
 
 CONFIG_NAME = "qwen.yaml"
 
@@ -216,6 +215,16 @@ def load_config(
     return overridden(_read(path) if path else {}, str(path) if path else GIVEN, assignments, given, **options)
 
 
+def load_saved(path: Path, assignments: Sequence[str] | None = (), given: Iterable[Given | None] = ()) -> Config:
+    """`load_config` for the qwen.yaml of a run or a cache, which an earlier version may have written."""
+    return overridden(_with_new_names(_read(path)), str(path), assignments, given)
+
+
+def saved_settings(value: dict[str, Any], where: str) -> Config:
+    """`load_saved` for settings that were already read from `where`."""
+    return overridden(_with_new_names(value), where)
+
+
 GIVEN = "the options given"
 
 
@@ -241,7 +250,8 @@ def overridden(
     for name, option in options.items():
         if option is not None:
             _assign(value, name.replace("__", "."), option, origins.otherwise)
-    return _validate(_with_new_names(value, origins), origins)
+    _refuse_old_names(value, origins)
+    return _validate(value, origins)
 
 
 @dataclass(frozen=True)
@@ -272,26 +282,34 @@ RENAMED = {
     "validation.pictures": "validation.num_images",
     "validation.samples": "validation.num_samples",
 }
-"""Old names of settings, and the new ones."""
+"""Names of settings in files that earlier versions saved, and today's."""
 RENAMED_VALUES = {"train.loss_mean": {"samples": "per_sample", "tokens": "per_token"}}
 
 
-def _with_new_names(value: dict[str, Any], origins: _Origins) -> dict[str, Any]:
-    """The settings with old names replaced and reported; ConfigError for a setting under both names."""
+def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a saved file by today's names."""
     value = {name: dict(section) if isinstance(section, dict) else section for name, section in value.items()}
-    for old, new in RENAMED.items():
-        (name, before), after = old.split("."), new.split(".")[1]
-        section = value.get(name)
-        if not isinstance(section, dict) or before not in section:
-            continue
-        if after in section:
-            what = f"{old} is the old name of {new}"
-            raise ConfigError(what, where=origins.of(old), found="both", do=f"remove {old}")
-        setting = section.pop(before)
-        names = RENAMED_VALUES.get(old, {})
-        section[after] = names.get(setting, setting) if isinstance(setting, str) else setting
-        console().print(f"{plain(origins.of(old))}: {old} is called {new} now", markup=False)
+    for section, old, new in _old_names_in(value):
+        setting = value[section].pop(old)
+        names = RENAMED_VALUES.get(f"{section}.{old}", {})
+        value[section][new] = names.get(setting, setting) if isinstance(setting, str) else setting
     return value
+
+
+def _refuse_old_names(value: Mapping[str, Any], origins: _Origins) -> None:
+    for section, old, new in _old_names_in(value):
+        name = f"{section}.{old}"
+        raise ConfigError(f"{name} is called {section}.{new} now", where=origins.of(name))
+
+
+def _old_names_in(value: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """The sections with a setting by an old name, that name, and today's."""
+    names = [(*old.split("."), new.split(".")[1]) for old, new in RENAMED.items()]
+    return [
+        (section, old, new)
+        for section, old, new in names
+        if isinstance(value.get(section), dict) and old in value[section]
+    ]
 
 
 def parse_config(text: str) -> Config:
@@ -389,9 +407,8 @@ def _nearest(location: list[str]) -> str:
         return f"did you mean {meant}?"
     known = [key.split(".") for key in known_keys()]
     here = {key[-1]: ".".join(key) for key in known if key[:-1] == section}
-    renamed = {old.split(".")[-1]: new for old, new in RENAMED.items() if old.split(".")[:-1] == section}
     anywhere = {key[-1]: ".".join(key) for key in reversed(known) if key[0] != "mask_head"}
-    for candidates, similarity in (({**renamed, **here}, 0.6), (anywhere, 0.8)):
+    for candidates, similarity in ((here, 0.6), (anywhere, 0.8)):
         if nearest := difflib.get_close_matches(last, candidates, n=1, cutoff=similarity):
             return f"did you mean {candidates[nearest[0]]}?"
     return "known here: " + ", ".join(sorted(here))

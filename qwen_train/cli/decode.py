@@ -12,7 +12,7 @@ from qwen_cache.extras import require
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, load_saved
 from qwen_cache.terminal import console, counting, plural, print_done, print_json
 from qwen_cache.text import plain
 from qwen_train.run import METRICS_NAME, in_one_process, latents_files, latents_folder
@@ -60,7 +60,7 @@ def _settings(
 ) -> Config:
     """The settings of the file that is named, else those of the run."""
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    return load_config(config or saved, assignments, given)
+    return load_saved(saved, assignments, given) if saved and not config else load_config(config, assignments, given)
 
 
 def _decoder(settings: Config, vae_device: str) -> Decoder:

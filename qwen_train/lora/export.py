@@ -31,7 +31,7 @@ from torch import nn
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
-from qwen_cache.settings.load import CONFIG_NAME, load_config
+from qwen_cache.settings.load import CONFIG_NAME, load_saved
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import make_folder, whole_folder, write_durably
 from qwen_cache.storage.remembered import sealed, write_checksums
@@ -211,7 +211,7 @@ def base_model(source: Path, model: ModelConfig | None) -> ModelFolder:
     folder = source if source.is_dir() else source.parent
     candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
     if model is None:
-        model = load_config(candidates[0]).model if candidates else ModelConfig()
+        model = load_saved(candidates[0]).model if candidates else ModelConfig()
     base = open_model(model.path, ("transformer",), model.revision, transformer=model.transformer)
     if "quantization_config" in base.transformer_config:
         raise ModelError(

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.devices import is_accelerator
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.model.attention import active_backend
 from qwen_train.model.segments import runs_flash
@@ -53,7 +53,7 @@ def with_compile(config: Config, device: torch.device, steps: int, run: Path | N
     obstacle = _obstacle(settings, device)
     if settings.compile == "auto" and run is not None:
         with suppress(ConfigError):
-            saved = load_config(run / CONFIG_NAME).train.compile
+            saved = load_saved(run / CONFIG_NAME).train.compile
     if isinstance(saved, bool):
         chosen, reason = saved and not obstacle, obstacle if saved else ""
     elif settings.compile == "auto":

@@ -15,7 +15,7 @@ from qwen_cache.batching import BEGIN, Begin, Summary
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.devices import choose_device, torch_dtype, total_memory
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, verbatim
 from qwen_cache.text import plain
@@ -124,7 +124,7 @@ def distilled_warning(model: ModelFolder) -> str | None:
 def settings_changed(earlier: Path, config: Config) -> list[str]:
     """The settings that differ from the earlier ones, as text; none where the earlier ones cannot be read."""
     try:
-        before = load_config(earlier).flat()
+        before = load_saved(earlier).flat()
     except ConfigError:
         return []
     return [f"{name} {before[name]} → {value}" for name, value in config.flat().items() if before[name] != value]

@@ -28,7 +28,7 @@ from qwen_cache.format.identity import recipe_id
 from qwen_cache.models.family import PIPELINES, Family, Pipeline, family_of
 from qwen_cache.models.folder import read_config
 from qwen_cache.settings.describe import describe
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import check_safetensors, find_fault, sealed
@@ -166,7 +166,7 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
             "name the output folder of a run, or one of its checkpoints",
         )
         raise TrainError("this is not the folder of a run", where=run, expected=expected, do=do)
-    config, facts = load_config(run / CONFIG_NAME, assignments), read_config(run / RUN_FACTS_NAME)
+    config, facts = load_saved(run / CONFIG_NAME, assignments), read_config(run / RUN_FACTS_NAME)
     name = origin.get("pipeline") or facts.get("pipeline")
     if name not in PIPELINES:
         raise TrainError("the run names no known pipeline", where=run, expected=" or ".join(PIPELINES), found=name)

@@ -29,7 +29,7 @@ from safetensors import SafetensorError, safe_open
 from qwen_cache.batching import BEGIN
 from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
 from qwen_cache.html.page import Curve, CurveChart, curve_chart, number, relative_url, render
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.files import read_file, write_durably
 from qwen_cache.storage.remembered import check_safetensors
 from qwen_cache.terminal import console, human_bytes, human_time, plural
@@ -410,7 +410,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 def _settings(path: Path) -> Config | None:
     """The settings in qwen.yaml, None if this version cannot read them; the page shows its text in any case."""
     try:
-        return load_config(path)
+        return load_saved(path)
     except (ConfigError, OSError, ValueError, RecursionError):  # YAML dates and deep nesting
         return None
 

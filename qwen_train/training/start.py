@@ -14,7 +14,7 @@ from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command, installed, require
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import LoraConfig, TrainConfig
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
@@ -254,7 +254,7 @@ def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) 
 
 def _own_settings(out: Path) -> Config | None:
     with suppress(ConfigError):
-        return load_config(out / CONFIG_NAME)
+        return load_saved(out / CONFIG_NAME)
     return None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError, TrainError
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.terminal import console, plural
 from qwen_cache.text import plain
 from qwen_train.inference.decode import Decoder, Latents, not_decoded
@@ -108,7 +108,7 @@ class Watch:
     def _has_ended(self) -> bool:
         """True if the last step is saved, which comes after its images, and no run holds the lock."""
         try:
-            last = load_config(self.folder / CONFIG_NAME).train.max_steps  # a resumed run may have raised it
+            last = load_saved(self.folder / CONFIG_NAME).train.max_steps  # a resumed run may have raised it
         except (ConfigError, OSError):
             return False
         return (self.folder / f"checkpoint-{last}").is_dir() and not (self.folder / LOCK).exists()

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.service.http import RefusedError
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, parse_yaml
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved, parse_yaml
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_train.run import METRICS_NAME
 from qwen_train.training.report import REPORT_NAME
@@ -103,7 +103,7 @@ def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prep
     """The command that continues a run with its own settings and these changes, where `earlier` ran unless told."""
     run = run_at(workspace, asked.folder)
     changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
-    config = load_config(run / CONFIG_NAME, (), given(changes))
+    config = load_saved(run / CONFIG_NAME, (), given(changes))
     arguments = ["run", "--resume", *_given("--out", workspace.shown(run))]
     check_written(workspace, config, run)
     check_read(workspace, config)
