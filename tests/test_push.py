@@ -122,11 +122,17 @@ def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_pa
     assert f'pipe.load_lora_weights("{REPO}")' in card.text
 
 
-def test_options_decide_images_card_branch_and_privacy(tmp_path: Path, hub: UploadHub) -> None:
+def test_options_decide_images_card_branch_and_privacy(
+    tmp_path: Path, hub: UploadHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is that of the settings, unless it is named, and the repository may be an address."""
     folder = write_run(tmp_path / "out")
     shown = push(folder, "--dry-run", "--no-images")
     assert shown.code == 0
     assert "at step 10" not in shown.stdout
+    monkeypatch.chdir(tmp_path)
+    assert run("qwen-train", "push", f"hf://{REPO}", "--dry-run", "--no-images").stdout == shown.stdout
+    refused(run("qwen-train", "push"), "push needs the repository to upload to", "qwen-train push out OWNER/NAME")
     assert not hub.requests
     assert push(folder, "--private", "--no-images", "--keep-card", "--revision", "r8").code == 0
     assert hub.private

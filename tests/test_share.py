@@ -112,7 +112,7 @@ def test_a_second_push_sends_what_is_new_and_removes_what_is_no_longer_named(
     hub.branches["main"] |= {"notes.txt": b"mine", "README.md": b"my own words"}
     change_prompt(pairs)
     assert build(pairs, cache, tiny_model("edit-plus"), *SHARDS).code == 0
-    result = push(cache, "--json", "--no-gallery", "--keep-card")
+    result = push(cache, "--json", "--no-images", "--keep-card")
     files = hub.branches["main"]
     now = {path.name for path in cache.glob("*.tar")}
     assert files.keys() == {"README.md", "notes.txt", "qwen.yaml", "cache.json", "index.parquet", *now}

@@ -43,6 +43,7 @@ Version = Literal["v1", "v2"]
 RENAMED = {
     "build": {"--part": "--slice"},
     "inspect": {"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
+    "push": {"--no-gallery": "--no-images"},
 }
 """Old names of options, by command."""
 OutCache = Annotated[
@@ -922,9 +923,9 @@ def push(
         str | None,
         typer.Option(help="The branch; created if there is none.", metavar="BRANCH", rich_help_panel=OUTPUT),
     ] = None,
-    no_gallery: Annotated[
+    no_images: Annotated[
         bool,
-        typer.Option("--no-gallery", help="Show no samples on the card.", rich_help_panel=OUTPUT),
+        typer.Option("--no-images", help="Show no samples on the card.", rich_help_panel=OUTPUT),
     ] = False,
     keep_card: Annotated[
         bool, typer.Option("--keep-card", help="Leave the repository's README.md as it is.", rich_help_panel=OUTPUT)
@@ -960,7 +961,7 @@ def push(
         source_licence=source_licence,
         private=private,
         revision=revision,
-        with_gallery=not no_gallery,
+        with_gallery=not no_images,
         keep_card=keep_card,
         dry_run=dry_run,
         preview=preview,

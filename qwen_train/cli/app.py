@@ -517,8 +517,20 @@ def export(
     examples=["qwen-train push out OWNER/NAME --dry-run", "qwen-train push out OWNER/NAME --private"],
 )
 def push(
-    folder: Annotated[Path, typer.Argument(help="The output folder of a run, or a checkpoint.", metavar="FOLDER")],
-    repo: Annotated[str, typer.Argument(help="The repository on the Hugging Face hub: OWNER/NAME.", metavar="REPO")],
+    folder: Annotated[
+        str | None,
+        typer.Argument(
+            help="The output folder of a run, or a checkpoint.",
+            metavar="FOLDER",
+            show_default="train.output_dir, else out",
+        ),
+    ] = None,
+    repo: Annotated[
+        str | None,
+        typer.Argument(
+            help="The repository on the Hugging Face hub, required: OWNER/NAME.", metavar="REPO", show_default=False
+        ),
+    ] = None,
     *,
     base_model: Annotated[
         str | None,
@@ -546,14 +558,20 @@ def push(
         bool, typer.Option("--dry-run", help="Show the files and the card, and upload nothing.", rich_help_panel=OUTPUT)
     ] = False,
     json: Json = False,
+    config: ConfigFile = None,
     set_: Assignments = None,
 ) -> int:
     """Upload a trained LoRA to the Hugging Face hub, with a model card made from the run."""
+    from qwen_cache.errors import ConfigError
+    from qwen_cache.settings.load import load_config
     from qwen_train.cli.push import run_push
 
+    folder, repo = (folder, repo) if repo else (None, folder)
+    if repo is None:
+        raise ConfigError("push needs the repository to upload to", do="name it: qwen-train push out OWNER/NAME")
     return run_push(
-        folder,
-        repo,
+        Path(folder or load_config(config, set_).train.output_dir),
+        repo.removeprefix("hf://"),
         base_model=base_model,
         private=private,
         revision=revision,
