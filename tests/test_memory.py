@@ -351,7 +351,7 @@ def test_as_few_blocks_are_recomputed_as_fit() -> None:
     for count, setting in of_blocks.items():
         total = predicted(SMALL, [f"train.gradient_checkpointing={setting}"], large).total
         assert 0.99 * total <= by_blocks[count] <= 1.06 * total
-    assert by_blocks[0] > 1.15 * by_blocks[5]
+    assert by_blocks[0] > 1.1 * by_blocks[5]
     assert [fewest_recomputed(by_blocks, size) for size in (*by_blocks, 0)] == [0, 0, 2, 3, 4, 5, 5]
     assert spread(3, 5) == [0, 1, 3]
 
@@ -395,7 +395,7 @@ def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str
     )
     result = run("qwen-train", "plan", built("edit-plus"), *options)
     assert (result.code, result.stderr) == (1, "")
-    assert re.search(r"with 0 blocks recomputed: \d+ MB, \d\d % of the time with all", result.stdout)
+    assert re.search(r"with 0 blocks recomputed: [\d.]+ [MG]B, \d\d % of the time with all", result.stdout)
     assert "does not fit in 500 MB" in result.stdout
     assert "frozen weights" in result.stdout
 

@@ -5,11 +5,13 @@ The ids below are those of caches that exist: equal files and settings gave them
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from qwen_cache import open_cache
 from qwen_cache.encode import recipe as recipes
 from qwen_cache.encode.builder import recipe_of_build
 from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device, make_recipe, vae_encoder_fingerprint
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, parse_manifest
 from qwen_cache.models import devices
@@ -282,9 +284,18 @@ def test_the_encoder_and_nothing_else_decides_its_hash(changes: Callable[[Path],
     assert (vae_encoder_fingerprint(vae) == encoder) == (changes in SAME)
 
 
-def test_a_vae_that_cannot_be_read_has_no_hash(vae: Path) -> None:
+def test_a_vae_that_cannot_be_read_is_refused_and_a_missing_one_has_no_hash(
+    vae: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its hash it would be another VAE, in silence."""
+    for failing in ("_hash_tensor", "read_header"):
+        with monkeypatch.context() as patch:
+            patch.setattr(recipes, failing, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+            with pytest.raises(OSError, match=f"Input/output error: '{vae / WEIGHTS}'"):
+                vae_encoder_fingerprint(vae)
     (vae / WEIGHTS).write_bytes(b"neither weights")
-    assert vae_encoder_fingerprint(vae) == ""
+    with pytest.raises(ModelError, match=WEIGHTS):
+        vae_encoder_fingerprint(vae)
     (vae / WEIGHTS).unlink()
     assert vae_encoder_fingerprint(vae) == ""
 

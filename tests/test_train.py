@@ -491,7 +491,7 @@ def test_resuming_with_more_accumulation_loses_and_repeats_no_sample(
         training, "compute_loss", lambda model, batch, *more: (seen.extend(batch.keys), compute(model, batch, *more))[1]
     )
     train()
-    train("--resume", train__gradient_accumulation_steps=5, train__shuffle_window=2, train__max_steps=4)
+    train("--resume", train__gradient_accumulation_steps=5, train__bucketing_window=2, train__max_steps=4)
     assert len(seen) == 8
     keys = sorted(sample.key for sample in open_cache(train.cache))
     assert sorted(seen[:4]) == sorted(seen[4:]) == keys

@@ -15,7 +15,7 @@ import xxhash
 from PIL import Image
 
 from qwen_cache.encode.plan import PlannedSample
-from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import canonical_json, content_hash, sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows
@@ -40,6 +40,7 @@ from qwen_cache.storage.files import open_file, read_file, write_durably
 from qwen_cache.storage.remembered import BLOCK, file_digest, remembered
 from qwen_cache.storage.remote import Url
 from qwen_cache.storage.stores import store_of
+from qwen_cache.terminal import naming
 
 # ---- edit mask -------------------------------------------------------------------------------------------------------
 # Where edit masks come from (`data.edit_mask`), and how they become coverage of the target's tokens.
@@ -282,21 +283,22 @@ def vae_encoder_fingerprint(folder: Path) -> str:
     """One hash over what decides a VAE's latents: its tensors but those of the decoder, and its config.
 
     Names of files, the order of tensors and the version of the library that saved them make no difference. Empty for a
-    VAE that cannot be read, which loading refuses. Files are read again only when they have changed.
+    folder without its files, which loading refuses. Files are read again only when they have changed. ModelError or
+    OSError if one cannot be read.
     """
-    config, weights = folder / "config.json", folder / f"{VAE_WEIGHTS}.safetensors"
-    with suppress(ModelError, OSError, ValueError):
-        index = folder / f"{VAE_WEIGHTS}{INDEX}"
-        indexes = [index] if index.is_file() else []
-        files = [folder / name for name in sorted(set(shards_of(index).values()))] if indexes else [weights]
-        return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
-    return ""
+    index = folder / f"{VAE_WEIGHTS}{INDEX}"
+    indexes = [index] if index.is_file() else []
+    names = sorted(set(shards_of(index).values())) if indexes else [f"{VAE_WEIGHTS}.safetensors"]
+    config, files = folder / "config.json", [folder / name for name in names]
+    if not all(file.is_file() for file in (config, *files)):
+        return ""
+    return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
 
 
 def _hash_vae_encoder(config: Path, files: Sequence[Path]) -> str:
     tensors = {}
     for path in files:
-        with open(open_file(path), "rb") as file:
+        with naming(path), open(open_file(path), "rb") as file:
             for name, tensor in read_header(path).tensors.items():
                 if not name.startswith(VAE_DECODER):
                     tensors[name] = [tensor.dtype, list(tensor.shape), _hash_tensor(file, tensor)]

@@ -16,10 +16,9 @@ import torch
 from bench_memory import random_batch
 from torch.utils._triton import has_triton
 
-from qwen_cache.models.devices import RESERVED
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.memory import Memory, SampleSize, block_bytes, predict_memory
+from qwen_train.memory import RESERVED, Memory, SampleSize, block_bytes, predict_memory
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer
 from qwen_train.weights import compute_dtype, trainable, with_layout
