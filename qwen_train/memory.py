@@ -100,7 +100,7 @@ class SampleSize(NamedTuple):
 
 RESERVED = 1_300_000_000  # CUDA context and libraries, 0.5 GB, and what the caching allocator holds of small tensors
 FRAGMENTATION = 0.04  # of the tensors is unusable in it
-"""Of the 24 training steps in docs/gpu/, 23 took no more than tensors and both; with four noise draws 3 % more."""
+"""In docs/gpu/, 23 of 24 training steps took no more than tensors and both; the one with four noise draws 3 % more."""
 LOOP_TENSORS = 5  # of denoising, as large as the latents of all images: noise, controls, both, and two predictions
 OPTIMIZER_STATE: dict[str, Callable[[Tensor], float]] = {
     "adamw": lambda p: 8 * p.numel(),

@@ -277,7 +277,7 @@ def depths(
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_step_does_little_outside_the_blocks(name: str, depths: dict[tuple[str, int], Report]) -> None:
-    """What does not grow with the number of blocks: kernels, and copies from the host, which are asynchronous.
+    """Few kernels, and few copies from the host, which are asynchronous: those that do not grow with the blocks.
 
     All weights are updated by one kernel, and averaged by one on CUDA.
     """

@@ -132,7 +132,11 @@ def test_options_decide_images_card_branch_and_privacy(
     assert "at step 10" not in shown.stdout
     monkeypatch.chdir(tmp_path)
     assert run("qwen-train", "push", f"hf://{REPO}", "--dry-run", "--no-images").stdout == shown.stdout
-    refused(run("qwen-train", "push"), "push needs the repository to upload to", "qwen-train push out OWNER/NAME")
+    for alone in ((), (folder,), ("out",)):  # never the name of a new repository
+        refused(run("qwen-train", "push", *alone), "push needs the repository to upload to", "push out OWNER/NAME")
+    refused(
+        run("qwen-train", "push", folder, "cats"), "not the name of a repository", "expected OWNER/NAME, found cats"
+    )
     assert not hub.requests
     assert push(folder, "--private", "--no-images", "--keep-card", "--revision", "r8").code == 0
     assert hub.private

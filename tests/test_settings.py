@@ -62,6 +62,12 @@ def test_settings_are_saved_as_they_were_typed() -> None:
     assert yaml.safe_load(saved)["data"]["trigger_word"] == text
 
 
+def test_a_folder_whose_name_is_no_utf_8_is_saved_and_read(tmp_path: Path) -> None:
+    saved = load_config(None, train__output_dir="a\udcffb").to_yaml()
+    (tmp_path / "qwen.yaml").write_text(saved, encoding="utf-8")
+    assert load_saved(tmp_path / "qwen.yaml").train.output_dir == "a\udcffb"
+
+
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10)
 )

@@ -951,7 +951,7 @@ def push(
     from qwen_cache.settings.load import load_config
 
     cache, repo = (cache, repo) if repo else (None, cache)
-    if repo is None:
+    if repo is None or (cache is None and Path(repo).is_dir()):
         do = "name it: qwen-cache push shards hf://datasets/OWNER/NAME"
         raise ConfigError("push needs the dataset to publish to", do=do)
     path = load_config(config, set_, [Given("CACHE", "cache.path", cache) if cache else None]).cache.path

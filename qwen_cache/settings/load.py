@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,17 +70,14 @@ def parse_yaml(text: str, where: object | None = None) -> Any:
     if len(text) > MAX_BYTES:
         raise _too_long(where)
     try:
-        _check_bounds(text)
-        loader = LOADER(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_node(node, "", where)
-        return loader.construct_document(node)
+        try:
+            return _parse(text, where, LOADER)
+        except (yaml.YAMLError, UnicodeEncodeError):  # PyYAML's own quotes the line, and reads a path that is no UTF-8
+            return _parse(text, where, yaml.SafeLoader)
     except _BeyondError as error:
         raise ConfigError(f"the settings {error}", where=where, do=FIX) from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"this is not YAML: {_with_line(text, error)}", where=where) from None
+        raise ConfigError(f"this is not YAML: {error}", where=where) from None
     except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:  # of int, datetime, …
         raise ConfigError(f"a value does not fit its YAML type: {first_line(error)}", where=where) from None
 
@@ -94,12 +90,23 @@ def assignment(name: str, value: Any) -> str:
     return f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _check_bounds(text: str) -> None:
+def _parse(text: str, where: object, kind: Any) -> Any:
+    """The value of a document within the bounds, by a loader of PyYAML."""
+    _check_bounds(text, kind)
+    loader = kind(text)
+    node = loader.get_single_node()
+    if node is None:
+        return None
+    _check_node(node, "", where)
+    return loader.construct_document(node)
+
+
+def _check_bounds(text: str, kind: Any) -> None:
     """_BeyondError for a text beyond the bounds, by its parts alone: no value is made."""
     count = 0
     opened: list[tuple[str | None, int]] = []  # anchors of what is not closed, and the count before it
     sizes: dict[str, int] = {}  # nodes in the value of each anchor, itself included, aliases expanded
-    for event in yaml.parse(text, Loader=LOADER):
+    for event in yaml.parse(text, Loader=kind):
         if isinstance(event, yaml.CollectionEndEvent):
             anchor, before = opened.pop()
             if anchor:
@@ -120,15 +127,6 @@ def _check_bounds(text: str) -> None:
             count += 1
         if count > MAX_NODES:
             raise _BeyondError(f"have more than {MAX_NODES} values, with aliases expanded")
-
-
-def _with_line(text: str, error: yaml.YAMLError) -> yaml.YAMLError:
-    """The error of the parser in Python, which quotes the line."""
-    try:
-        deque(yaml.parse(text, Loader=yaml.SafeLoader), maxlen=0)
-    except yaml.YAMLError as quoting:
-        return quoting
-    return error
 
 
 def _check_node(node: yaml.Node, name: str, where: object) -> None:
@@ -196,10 +194,11 @@ class Config(Section):
 
     def to_yaml(self) -> str:
         values = self.model_dump(mode="json")
-        text: str = yaml.dump(values, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
-        if "\\U" not in text:
-            return text
-        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)  # libyaml escapes emoji
+        with suppress(UnicodeEncodeError):  # of a path that is no UTF-8
+            text: str = yaml.dump(values, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
+            if "\\U" not in text:  # libyaml escapes emoji
+                return text
+        return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def load_config(

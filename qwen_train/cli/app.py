@@ -567,10 +567,11 @@ def push(
     from qwen_train.cli.push import run_push
 
     folder, repo = (folder, repo) if repo else (None, folder)
-    if repo is None:
+    if repo is None or (folder is None and Path(repo).is_dir()):
         raise ConfigError("push needs the repository to upload to", do="name it: qwen-train push out OWNER/NAME")
+    settings = load_config(config, set_, [Given("FOLDER", "train.output_dir", folder) if folder else None])
     return run_push(
-        Path(folder or load_config(config, set_).train.output_dir),
+        Path(settings.train.output_dir),
         repo.removeprefix("hf://"),
         base_model=base_model,
         private=private,

@@ -137,6 +137,8 @@ def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_ca
 
     TrainError or ConfigError for what cannot be published.
     """
+    if repo.count("/") != 1:
+        raise ConfigError("not the name of a repository", expected="OWNER/NAME", found=repo)
     check_repository_name(repo)
     files: dict[str, Path | bytes] = dict(_weights(run))
     images = _images(run.run) if with_images else []

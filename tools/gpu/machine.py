@@ -62,7 +62,7 @@ def installed(package: str) -> str:
 
 
 def of_driver(question: str) -> str:
-    """What the driver's own tool says of the first card."""
+    """The answer of the driver's own tool for the first card."""
     command = ["nvidia-smi", f"--query-gpu={question}", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return "unknown: there is no nvidia-smi"

@@ -20,7 +20,7 @@ from .steps import COMPILED, FP8, INT8, Images, Step, measure
 
 @dataclass(frozen=True)
 class Figure:
-    """What was published: by whom and where, on which card, the seconds of a step, and gigabytes."""
+    """A published figure: by whom and where, on which card, the seconds of a step, and gigabytes."""
 
     by: str
     card: str

@@ -133,7 +133,7 @@ def fits(predicted: Memory, card: Card) -> bool:
 
 
 def settings_of(step: Step, card: Card, config: dict[str, Any]) -> Config:
-    """Of a small model as large a share of the blocks is offloaded."""
+    """The settings of a step; a small model has as large a share of its blocks offloaded."""
     real = models.REAL[step.family]["num_layers"]
     return with_layout(load_config(None, offload_share(step, config["num_layers"], real)), card.device)
 
