@@ -28,7 +28,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, OneSample, Sample, open_cache, parse_members
 from qwen_cache.format.index import IndexRow
 from qwen_cache.storage.files import open_file
-from qwen_cache.storage.remote import BLOCK, Url
+from qwen_cache.storage.remote import BLOCK, Url, is_remote
 from qwen_cache.torch import TENSORS, Item, as_item
 
 __all__ = ["open"]
@@ -78,7 +78,7 @@ class ShardOpener:
                 yield {"url": entry["url"], "stream": stream}
 
     def _open(self, name: str) -> BinaryIO:
-        if isinstance(self.folder, Url):
+        if is_remote(self.folder):
             return io.BufferedReader(_RemoteShard(self.folder / name, self.sizes[name]), BLOCK)
         file: BinaryIO | None = directory.find_shard(self.folder, name, lambda path: os.fdopen(open_file(path), "rb"))
         if file is None:

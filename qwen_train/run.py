@@ -18,7 +18,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, assignment, load_config, load_saved, parse_yaml, read_yaml
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import VARIABLE, console, is_verbose, set_verbosity
 from qwen_cache.text import shell_line
 
@@ -305,7 +305,7 @@ def recorded(config: Config, name: str) -> Any:
 def _of_cache(cache: str, name: str) -> Any:
     """A setting of `data` that a cache on this machine was built with."""
     with suppress(QwenCacheError, OSError):
-        if not isinstance(location(cache), Url) and (settings := Path(cache) / CONFIG_NAME).is_file():
+        if not is_remote(location(cache)) and (settings := Path(cache) / CONFIG_NAME).is_file():
             return _set(load_saved(settings).data, name)
     return None
 

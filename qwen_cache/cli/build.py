@@ -59,7 +59,7 @@ from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.update import Existing, Update, record_vae_encoders
 from qwen_cache.options import fail
 from qwen_cache.settings.load import Config
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import is_remote
 from qwen_cache.storage.stores import destination
 from qwen_cache.terminal import (
     FAILED,
@@ -475,7 +475,7 @@ def _print_report(task: Task, report: write.Report, counts: dict[str, int], seco
     parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
     out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
     out.print(f"{plain(task.job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced and isinstance(task.job.folder, Url):
+    if report.replaced and is_remote(task.job.folder):
         out.print(f"{plural(report.replaced, 'replaced shard')} kept for runs that read them, until `qwen-cache gc`")
     elif report.replaced and task.is_repair:
         out.print(f"{plural(report.replaced, 'damaged shard')} moved to .replaced; `qwen-cache gc` removes them")
@@ -575,7 +575,7 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
     if needed := bytes_to_write(job, plan, task.update):
         free = free_bytes(job.folder)
         left = "unknown free space" if free is None else f"{human_bytes(free)} free"
-        if isinstance(job.folder, Url):
+        if is_remote(job.folder):
             needed_here = human_bytes(disk_bytes(job, plan, task.update))
             out.print(f"[bold]upload[/]   {human_bytes(needed)}; {needed_here} of it on this disk at a time, {left}")
         else:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.directory import collect_garbage
 from qwen_cache.format.remote import find_garbage, remove_garbage
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import is_remote
 from qwen_cache.storage.stores import destination
 from qwen_cache.terminal import console, human_bytes, plural, print_json
 from qwen_cache.text import plain
@@ -22,7 +22,7 @@ def run_gc(cache: str, *, grace_hours: float | None, dry_run: bool, as_json: boo
     ConfigError if they are given for a local folder, which has a lock.
     """
     folder = destination(cache)
-    if grace_hours is not None and not isinstance(folder, Url):
+    if grace_hours is not None and not is_remote(folder):
         what, do = (
             "--grace-hours is for object storage: a local folder is locked while a build is running",
             "leave it out",
@@ -30,7 +30,7 @@ def run_gc(cache: str, *, grace_hours: float | None, dry_run: bool, as_json: boo
         raise ConfigError(what, where=folder, do=do)
     hours = GRACE_HOURS if grace_hours is None else grace_hours
     spared: Mapping[str, int] = {}
-    if isinstance(folder, Url):
+    if is_remote(folder):
         found = find_garbage(folder, hours * 3600)
         paths, spared = found.files if dry_run else remove_garbage(folder, found.files), found.spared
         sizes = {str(folder / path): found.files[path] for path in paths}
@@ -39,7 +39,7 @@ def run_gc(cache: str, *, grace_hours: float | None, dry_run: bool, as_json: boo
     total = sum(sizes.values())
     if as_json:
         facts = {"cache": cache, "removed": not dry_run, "files": sizes, "bytes": total}
-        print_json(facts | ({"spared_bytes": sum(spared.values())} if isinstance(folder, Url) else {}))
+        print_json(facts | ({"spared_bytes": sum(spared.values())} if is_remote(folder) else {}))
         return 0
     out = console(always=dry_run)
     for path, size in sizes.items():

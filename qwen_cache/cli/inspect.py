@@ -15,7 +15,7 @@ from qwen_cache.inspect.summary import SourceComparison, survey
 from qwen_cache.inspect.terminal import describe, print_sample, print_survey
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, load_saved
 from qwen_cache.storage.remembered import rehashing
-from qwen_cache.storage.remote import LocalCopies, location
+from qwen_cache.storage.remote import LocalCopies, is_remote, location
 from qwen_cache.terminal import console, print_json
 from qwen_cache.text import plain
 
@@ -117,11 +117,11 @@ def _thumbnails(options: Inspection) -> int:
     """How many samples have images on the page; by default none of a remote cache: each would be downloaded."""
     if options.thumbnails is not None:
         return options.thumbnails
-    return THUMBNAILS if options.decode or isinstance(location(options.cache), Path) else 0
+    return THUMBNAILS if options.decode or not is_remote(location(options.cache)) else 0
 
 
 def _settings_of_build(cache: str, config: Path | None, assignments: Sequence[str]) -> Config:
     """Settings of `config`, else of the build's qwen.yaml in the cache, else of ./qwen.yaml; `assignments` override."""
     folder = location(cache)
-    own = folder / CONFIG_NAME if isinstance(folder, Path) else None
+    own = None if is_remote(folder) else folder / CONFIG_NAME
     return load_saved(own, assignments) if not config and own and own.is_file() else load_config(config, assignments)

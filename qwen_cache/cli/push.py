@@ -32,7 +32,7 @@ from qwen_cache.models.family import PIPELINES, family_of_recipe
 from qwen_cache.settings.load import CONFIG_NAME, load_saved
 from qwen_cache.storage.hub_repository import Published, State, check_repository_name
 from qwen_cache.storage.remembered import file_digest
-from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.remote import LocalCopies, is_remote, location
 from qwen_cache.terminal import console, counting, human_bytes, plural, print_done, print_json, print_text
 from qwen_cache.text import plain
 
@@ -443,7 +443,7 @@ def run_push(path: str, address: str, options: PushOptions) -> int:
     require("huggingface_hub")
 
     repo, folder = repository_name(address), location(path)
-    if isinstance(folder, Url):
+    if is_remote(folder):
         do = f"copy it: `qwen-cache merge {folder} --out FOLDER`, then push FOLDER"
         raise ConfigError("only a cache in a local folder can be pushed", where=folder, do=do)
     shared = share(

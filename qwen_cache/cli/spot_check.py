@@ -19,7 +19,7 @@ from qwen_cache.format.cache import Cache, open_configured
 from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import FAULTS, console, counting, plural, print_json, results, verbatim
 from qwen_cache.text import plain
 
@@ -81,14 +81,14 @@ def _source(cache: Cache, settings: Config, options: SpotCheck) -> str:
         return options.source
     own = cache.folder / CONFIG_NAME
     of_build = options.config is not None or any("data.source" in each for each in options.assignments)
-    if isinstance(cache.folder, Url) and not of_build and not settings.data.source.startswith(HUB_DATASETS):
+    if is_remote(cache.folder) and not of_build and not settings.data.source.startswith(HUB_DATASETS):
         what = "a remote cache names no source on the hub, and no other source that it names is read"
         raise ConfigError(what, where=own, do="give --source SOURCE")
-    if not of_build and isinstance(own, Path) and not own.is_file():
+    if not of_build and not is_remote(own) and not own.is_file():
         what = "no source is given, and the cache has no settings that name one"
         raise ConfigError(what, where=own, do="give --source SOURCE")
     path = location(settings.data.source)
-    if isinstance(path, Path) and not path.exists():
+    if not is_remote(path) and not path.exists():
         what = "the source that the settings of this cache name is not here"
         raise ConfigError(what, where=own, found=settings.data.source, do="give --source SOURCE")
     return settings.data.source

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -43,7 +42,7 @@ from qwen_cache.sources.captions import Captions, has_marks
 from qwen_cache.sources.detect import Row, read_content, reading, without_gc
 from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions, img_shapes
 from qwen_cache.storage.files import cache_home
-from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.remote import LocalCopies, Location, is_remote, location
 from qwen_cache.storage.stores import destination
 from qwen_cache.terminal import human_bytes, plural
 
@@ -63,7 +62,7 @@ class BuildJob:
     """Everything a build knows before it reads the cache."""
 
     config: Config
-    folder: Path | Url
+    folder: Location
     model: ModelFolder
     recipe: dict[str, Any]
     rows: list[Row]
@@ -227,7 +226,7 @@ def recipe_of_build(
     made = make_recipe(model, config, on_bytes, here=here)
     encoders, name = vae_encoders(model, made), config.cache.recipe or DEFAULT_RECIPE
     named = [destination(config.cache.path), *map(location, config.cache.reuse)]
-    folders = [folder for folder in named if isinstance(folder, Url) or folder.is_dir()]
+    folders = [folder for folder in named if is_remote(folder) or folder.is_dir()]
     manifest = next((it for it in map(directory.read_manifest, folders) if it and it.recipes), None)
     if manifest is None:
         return made, encoders
@@ -535,18 +534,18 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
 def disk_bytes(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """About how many bytes the build needs on a disk of this machine: for object storage, a few shards at a time."""
     needed = bytes_to_write(job, plan, update)
-    if not isinstance(job.folder, Url):
+    if not is_remote(job.folder):
         return needed
     largest = max((estimate([sample], job).bytes for sample in plan.to_encode), default=0)
     return min(needed, STAGED * max(int(job.config.cache.shard_size), largest))
 
 
-def free_bytes(folder: Path | Url) -> int | None:
+def free_bytes(folder: Location) -> int | None:
     """The free space for files in `folder`, which need not exist; None if the system does not report it.
 
     For object storage, that of the user's cache folder, where shards wait for their upload.
     """
-    folder = cache_home() if isinstance(folder, Url) else folder
+    folder = cache_home() if is_remote(folder) else folder
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     with suppress(OSError):
         usage = shutil.disk_usage(there)

@@ -51,7 +51,7 @@ from qwen_cache.format.verify import damaged_shards
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import CacheConfig, DataConfig
 from qwen_cache.sources.detect import Row
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.text import shell_line
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def prepare(cache: Cache, settings: Config, source: str, on_bytes: Callable[[int
     """The build that would give this cache; ConfigError, ModelError or SourceError if it cannot be made here."""
     check_origin(cache)
     path = location(source)
-    if isinstance(path, Path) and not path.exists():
+    if not is_remote(path) and not path.exists():
         raise SourceError("there is no such source", where=path, do="give --source SOURCE")
     config = settings_of_recipe(cache, settings)
     if cache.recipe.recipe.get("mask_head") and config.data.mask_head is None:
@@ -425,7 +425,7 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     Raises ManifestError if there is no cache, ConfigError if it has another recipe, and FormatError if its manifest or
     index is damaged, which no build can repair.
     """
-    if isinstance(job.folder, Url):
+    if is_remote(job.folder):
         raise ConfigError(
             "--repair works on a local folder",
             where=job.folder,
@@ -474,7 +474,7 @@ def _right_settings(job: BuildJob) -> str:
     """The place of the recipe's settings: the cache has a file of those of its last build."""
     path = job.folder / CONFIG_NAME
     with suppress(ConfigError, OSError):
-        if isinstance(path, Path) and (load_saved(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
+        if not is_remote(path) and (load_saved(path).cache.recipe or DEFAULT_RECIPE) == job.recipe_name:
             return f"add `{shell_line(['--config', str(path)])}`, which has those of the last build"
     return f"give those of recipe {job.recipe_name!r}; {path} does not have them"
 

@@ -28,6 +28,7 @@ from qwen_cache.format.shard import ShardWriter, compress
 from qwen_cache.format.staging import Destination
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
 from qwen_cache.settings.sections import CacheConfig
+from qwen_cache.storage.remote import is_remote
 
 if TYPE_CHECKING:
     import ray
@@ -427,7 +428,7 @@ def _unless_ours(error: ray.exceptions.RayTaskError, address: str, work: Work) -
     cause: object = error.cause
     if isinstance(cause, OSError) and cause.filename:
         folder = work.destination.folder
-        if isinstance(folder, Path) and Path(str(cause.filename)).is_relative_to(folder):
+        if not is_remote(folder) and Path(str(cause.filename)).is_relative_to(folder):
             raise cause
         do = "put source and model where every node has them under the same path"
         raise SourceError(f"node {address} cannot read this: {cause.strerror}", where=cause.filename, do=do) from None

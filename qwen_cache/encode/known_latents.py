@@ -24,7 +24,7 @@ from qwen_cache.format.rows import IntArray, KeyedRows, Keys, Words, hash_words
 from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.sources.sizes import Size, img_shapes
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import is_remote
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,7 @@ def _images(sample: PlannedSample) -> Iterator[ImageAt]:
 def _caches(job: BuildJob, existing: Existing) -> Iterator[tuple[KeyedRows, SampleBytes]]:
     """The caches that may have them, those of this machine before those elsewhere."""
     others, folder = other_caches(job), job.folder
-    own = RangedShards(folder, existing.manifest) if isinstance(folder, Url) else LocalShards(folder, existing.manifest)
+    own = RangedShards(folder, existing.manifest) if is_remote(folder) else LocalShards(folder, existing.manifest)
     found: list[tuple[KeyedRows, SampleBytes]] = [(existing.rows, own), *others.local, *others.ranged]
     return of_recipe(job, sorted(found, key=lambda each: isinstance(each[1], RangedShards)))
 

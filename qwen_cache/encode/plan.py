@@ -12,7 +12,6 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -43,7 +42,7 @@ from qwen_cache.sources.sizes import (
     sizes_to_generate,
 )
 from qwen_cache.storage.remembered import RememberedFiles
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.terminal import plural
 
 # ---- slices ----------------------------------------------------------------------------------------------------------
@@ -159,7 +158,7 @@ class RememberedImages:
     def planning(self, rows: Sequence[Row]) -> Iterator[None]:
         """Remember what is learned inside the block, in which a plan of `rows` is made."""
         images = (image for row in rows for image in (row.target, *row.controls, row.mask) if image is not None)
-        self.files.list_folders(file for image in images for file in _files(image) if isinstance(file, Url))
+        self.files.list_folders(file for image in images for file in _files(image) if is_remote(file))
         with self.files.saved():
             yield
 
@@ -245,7 +244,7 @@ def _readers() -> str:
     return ", ".join(versions)
 
 
-def _files(image: Readable) -> Sequence[Path | Url]:
+def _files(image: Readable) -> Sequence[Location]:
     """The files that an image is read from; none if its kind of source does not say."""
     return getattr(image, "files", ())
 

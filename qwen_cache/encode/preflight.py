@@ -22,7 +22,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import CacheConfig
 from qwen_cache.sources.sizes import Size, calculate_dimensions
 from qwen_cache.storage.files import cache_home
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.terminal import console, human_bytes, plural
 from qwen_cache.text import plain, shell_line
 
@@ -239,7 +239,7 @@ def empty_source(job: BuildJob, existing: Existing, plan: BuildPlan) -> SourceEr
 class RecipeChangedError(ConfigError):
     """A build would replace most of the cache because of its settings, which may be an accident."""
 
-    def __init__(self, what: str, where: Path | Url, commands: Sequence[str]) -> None:
+    def __init__(self, what: str, where: Location, commands: Sequence[str]) -> None:
         do = "keep these samples too, in another folder or as another recipe, or replace them"
         super().__init__(what, where=where, do=do)
         self.commands = tuple(commands)
@@ -284,9 +284,9 @@ def full_disk(job: BuildJob, plan: BuildPlan, update: Update) -> QwenCacheError 
     needed, free = disk_bytes(job, plan, update), free_bytes(job.folder)
     if free is None or SURE * needed <= free:
         return None
-    where: Path | Url = job.folder
+    where: Location = job.folder
     do = "make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out"
-    if isinstance(where, Url):  # shards wait here for their upload
+    if is_remote(where):  # shards wait here for their upload
         where = cache_home()
         do = "make room, choose a smaller cache.shard_size, or set XDG_CACHE_HOME to a folder of another disk"
     return QwenCacheError(

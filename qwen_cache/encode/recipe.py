@@ -38,7 +38,7 @@ from qwen_cache.settings.load import (
 from qwen_cache.sources.sizes import Resolution, Size, crop_box
 from qwen_cache.storage.files import open_file, read_file, write_durably
 from qwen_cache.storage.remembered import BLOCK, file_digest, remembered
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, Url, is_remote
 from qwen_cache.storage.stores import store_of
 from qwen_cache.terminal import naming
 
@@ -386,10 +386,10 @@ _OF_A_MACHINE = ("vae_device", "text_device", "vae_batch_pixels", "text_batch_to
 _HUB_MODEL = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
-def save_settings(folder: Path | Url, config: Config) -> None:
+def save_settings(folder: Location, config: Config) -> None:
     """Save the settings beside the dataset, unless they are there."""
     path, settings = folder / CONFIG_NAME, config.to_yaml().encode("utf-8")
-    if isinstance(path, Url):
+    if is_remote(path):
         with suppress(FileNotFoundError):
             if path.read_bytes() == settings:
                 return
@@ -399,7 +399,7 @@ def save_settings(folder: Path | Url, config: Config) -> None:
 
 
 def settings_of_build(
-    folder: Path | Url,
+    folder: Location,
     config: Path | None = None,
     assignments: Sequence[str] = (),
     given: Sequence[Given | None] = (),
@@ -409,11 +409,11 @@ def settings_of_build(
     Of the qwen.yaml in the cache without the devices: they are those of the machine that built it.
     """
     own = folder / CONFIG_NAME
-    if config is None and isinstance(own, Url):
+    if config is None and is_remote(own):
         saved = _remote(own)
         if saved is not None:
             return overridden(saved, str(own), assignments, given)
-    elif config is None and isinstance(own, Path) and own.is_file():
+    elif config is None and not is_remote(own) and own.is_file():
         value = load_saved(own).model_dump(mode="json")
         value["cache"] = {name: each for name, each in value["cache"].items() if name not in _OF_A_MACHINE}
         return overridden(value, str(own), assignments, given)

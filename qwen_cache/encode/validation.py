@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -37,7 +36,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Content, Row, read_content, read_written, reading
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.storage.stores import destination
 
 
@@ -80,7 +79,7 @@ def prepare_with_validation(
 class ValidationRows:
     """The folder of a validation cache, its usable rows, and the problems of the others."""
 
-    folder: Path | Url
+    folder: Location
     content: Content
 
     @classmethod
@@ -102,7 +101,7 @@ class ValidationRows:
         return replace(job, vae_encoders=vae_encoders)
 
 
-def _folder(config: Config) -> Path | Url:
+def _folder(config: Config) -> Location:
     """The folder of the validation cache; ConfigError if it cannot be written there."""
     path = config.validation_cache
     if config.cache.format == "v1":
@@ -111,7 +110,7 @@ def _folder(config: Config) -> Path | Url:
         found = "validation.cache=none with a source or prompts"
         raise ConfigError("no validation cache is wanted, but it has rows", found=found, do="leave one of them out")
     folder, cache = destination(path), destination(config.cache.path)
-    same = isinstance(folder, Path) and isinstance(cache, Path) and folder.absolute() == cache.absolute()
+    same = not is_remote(folder) and not is_remote(cache) and folder.absolute() == cache.absolute()
     if same or directory.is_same(folder, cache):
         raise ConfigError("the validation cache would replace the cache", where=path, do="set another validation.cache")
     source = config.validation.source

@@ -43,7 +43,7 @@ from qwen_cache.format.sample import ImgShapes, SampleMeta, TensorSpec, decode, 
 from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header, tensor_data
 from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.files import is_cut_short
-from qwen_cache.storage.remote import FETCHERS, OPEN_COPIES, Copy, LocalCopies, Url, location
+from qwen_cache.storage.remote import FETCHERS, OPEN_COPIES, Copy, LocalCopies, Location, Url, is_remote, location
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +58,7 @@ class SampleBytes(Protocol):
     """The source of a sample's bytes."""
 
     @property
-    def folder(self) -> Path | Url: ...
+    def folder(self) -> Location: ...
 
     def part(self, row: IndexRow, begin: int, end: int) -> memoryview: ...
 
@@ -226,6 +226,11 @@ class RemoteShards:
                 del self._open[name]
 
 
+def shards_of(folder: Location, manifest: Manifest, copies: LocalCopies) -> LocalShards | RemoteShards:
+    """The shards of a cache, with those on this machine mapped, and `copies` of others."""
+    return RemoteShards(folder, manifest, copies) if is_remote(folder) else LocalShards(folder, manifest)
+
+
 class RangedShards:
     """The shards of a remote cache, for a few tensors of a sample: their ranges are read, and not kept."""
 
@@ -264,7 +269,7 @@ NUMPY_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32
 
 
 def open_cache(
-    path: str | Path | Url,
+    path: str | Location,
     *,
     recipe: str | None = None,
     local_copies: str | Path | None = None,
@@ -280,7 +285,7 @@ def open_cache(
     return _open(path, recipe, LocalCopies.of(local_copies, local_copies_size))
 
 
-def open_configured(config: CacheConfig, path: str | Path | Url | None = None, *, commit: Path | None = None) -> Cache:
+def open_configured(config: CacheConfig, path: str | Location | None = None, *, commit: Path | None = None) -> Cache:
     """Open `config.path`, or `path` instead, with the recipe and the local copies of `config`.
 
     `commit` is a folder with manifest and index of an earlier commit, to open the cache as it was then.
@@ -288,14 +293,14 @@ def open_configured(config: CacheConfig, path: str | Path | Url | None = None, *
     return _open(config.path if path is None else path, config.recipe, LocalCopies.of_settings(config), commit)
 
 
-def open_recipes(path: str | Path | Url, copies: LocalCopies) -> dict[str, Cache]:
+def open_recipes(path: str | Location, copies: LocalCopies) -> dict[str, Cache]:
     """A cache for every recipe, by its name, sorted."""
     folder = location(path)
     manifest, table = load_index(folder)
     return {name: _of_recipe(folder, manifest, table, name, copies) for name in sorted(manifest.recipes)}
 
 
-def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies, commit: Path | None = None) -> Cache:
+def _open(path: str | Location, recipe: str | None, copies: LocalCopies, commit: Path | None = None) -> Cache:
     folder = location(path)
     manifest, table = load_index(folder if commit is None else commit)
     cache = _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
@@ -303,7 +308,7 @@ def _open(path: str | Path | Url, recipe: str | None, copies: LocalCopies, commi
     return cache
 
 
-def _of_recipe(folder: Path | Url, manifest: Manifest, table: pa.Table, name: str, copies: LocalCopies) -> Cache:
+def _of_recipe(folder: Location, manifest: Manifest, table: pa.Table, name: str, copies: LocalCopies) -> Cache:
     if table["recipe"].unique().to_pylist() != [manifest.recipes[name].id]:
         is_ours = pc.fill_null(pc.equal(table["recipe"], manifest.recipes[name].id), False)
         table = taken(table, np.flatnonzero(is_ours.to_numpy()))
@@ -325,7 +330,7 @@ class Cache:
     """
 
     def __init__(
-        self, folder: Path | Url, manifest: Manifest, recipe_name: str, table: pa.Table, copies: LocalCopies
+        self, folder: Location, manifest: Manifest, recipe_name: str, table: pa.Table, copies: LocalCopies
     ) -> None:
         self.folder, self.manifest, self.recipe_name, self.table = folder, manifest, recipe_name, table
         self.copies = copies
@@ -333,9 +338,7 @@ class Cache:
         """The folder of manifest and index, if that is not the cache itself."""
         self._record = record_reader(table)
         self._rows: dict[int, IndexRow] = {}
-        self.shards = (
-            LocalShards(folder, manifest) if isinstance(folder, Path) else RemoteShards(folder, manifest, copies)
-        )
+        self.shards = shards_of(folder, manifest, copies)
 
     @property
     def format_version(self) -> int:
@@ -545,7 +548,7 @@ class Sample:
         what = f"{name} of sample {self.row.label} {what}"
         return ChecksumError(what, where=self._where(), expected=expected, found=found)
 
-    def _where(self) -> Path | Url:
+    def _where(self) -> Location:
         return self._shards.folder / self.row.shard
 
     def stored(self, name: str) -> torch.Tensor:
@@ -611,7 +614,7 @@ def _torch_dtype(spec: TensorSpec) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}[spec.dtype]
 
 
-def _choose(manifest: Manifest, recipe: str | None, folder: Path | Url) -> str:
+def _choose(manifest: Manifest, recipe: str | None, folder: Location) -> str:
     names = sorted(manifest.recipes)
     if recipe is None and len(names) == 1:
         return names[0]

@@ -25,7 +25,7 @@ from qwen_cache.format.rows import IntArray, KeyedRows, first_of_each, listed, s
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import Update, by_position, carry_out, open_staging, plan_update, read_existing
-from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.remote import LocalCopies, Location, Url, is_remote
 from qwen_cache.storage.stores import store_of
 
 # ---- migrate ---------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ AFTER_PROMPT = 5
 SHOWN = 10  # names that an error lists
 
 
-def plan_migration(source: Path | Url, target: Path | Url, old: int, new: int) -> Update:
+def plan_migration(source: Location, target: Location, old: int, new: int) -> Update:
     """Plan to write the dataset in `source`, of format version `old`, as version `new` to `target` (may be `source`).
 
     Raises ConfigError if `source` has another version, `target` holds another dataset, or `new` cannot hold it.
@@ -84,7 +84,7 @@ def _unfit(rows: KeyedRows, format_version: int) -> list[str]:
 
 
 def migrate(
-    source: Path | Url,
+    source: Location,
     update: Update,
     shard_size: int,
     compression: str,
@@ -191,7 +191,7 @@ class Sources:
         return [cache for cache, _ in self.selected]
 
 
-def read_sources(sources: Sequence[Path | Url], select: Selection, copies: LocalCopies) -> Sources:
+def read_sources(sources: Sequence[Location], select: Selection, copies: LocalCopies) -> Sources:
     """The samples of `sources` to merge; `copies` holds those of remote caches.
 
     Raises ConfigError if a name or pattern of `select` matches no sample.
@@ -200,7 +200,7 @@ def read_sources(sources: Sequence[Path | Url], select: Selection, copies: Local
     return Sources(_selected(caches, select))
 
 
-def plan_merge(given: Sources, target: Path | Url) -> Merge:
+def plan_merge(given: Sources, target: Location) -> Merge:
     """Plan to add samples to `target`, which keeps its own; ConfigError if the caches are incompatible."""
     caches, versions = given.caches, {cache.format_version for cache in given.caches}
     existing = read_existing(target, max(versions))
@@ -246,9 +246,9 @@ def merge(
     Samples are stored with `compression` (`none` or `zstd`); None keeps the stored bytes.
     """
     whole, name = _whole_shards(plan, compression), f"merge-{compression or 'unchanged'}"
-    if isinstance(plan.update.folder, Url):
-        _copy_shards(plan, plan.update.folder, name, {url for url in whole if isinstance(url, Url)})
-    linked = [path for path in whole if isinstance(path, Path)]
+    if is_remote(plan.update.folder):
+        _copy_shards(plan, plan.update.folder, name, {url for url in whole if is_remote(url)})
+    linked = [path for path in whole if not is_remote(path)]
     staging = open_staging(plan.update, name, shard_size, linked, copies)
 
     def write(key: str) -> None:
@@ -278,9 +278,9 @@ def _selected(caches: Sequence[Cache], select: Selection) -> list[tuple[Cache, K
     return selected
 
 
-def _whole_shards(plan: Merge, compression: str | None) -> list[Path | Url]:
+def _whole_shards(plan: Merge, compression: str | None) -> list[Location]:
     """Shards whose samples are all selected, new to the target, and stored with `compression` already."""
-    counts = dict[Path | Url, IntArray]()
+    counts = dict[Location, IntArray]()
     for cache, rows in plan.taken:
         kept = rows if compression is None else rows.at(rows.positions[_is_stored_as(rows, compression)])
         numbers = shard_numbers(cache.manifest, kept)
@@ -322,5 +322,5 @@ def _copy_shards(plan: Merge, target: Url, name: str, whole: Set[Url]) -> None:
 
 def _in_shard(cache: Cache, rows: KeyedRows, url: Url) -> Iterator[IndexRow]:
     """The rows of a shard."""
-    is_there = isinstance(cache.folder, Url) and cache.folder / url.name == url
+    is_there = is_remote(cache.folder) and cache.folder / url.name == url
     return rows.where_in(shard=[url.name] if is_there else []).in_order()

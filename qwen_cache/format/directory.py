@@ -37,7 +37,7 @@ from qwen_cache.storage.files import (
     whole_file,
     write_durably,
 )
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, Url, is_remote
 from qwen_cache.storage.stores import store_of
 from qwen_cache.terminal import naming
 
@@ -50,7 +50,7 @@ from qwen_cache.terminal import naming
 # `gc` removes them; readers take no lock, and open a shard wherever it is at that moment.
 
 T = TypeVar("T")
-Folder = TypeVar("Folder", Path, Url, Path | Url)  # a Path gives Paths, a Url gives Urls
+Folder = TypeVar("Folder", Path, Url, Location)  # a Path gives Paths, a Url gives Urls
 
 REPLACED = ".replaced"  # shards of earlier manifests
 LOCK = ".lock"
@@ -59,7 +59,7 @@ LARGEST_IN_MEMORY = 1 << 26  # bytes of a remote index; a larger one is download
 MAX_MANIFEST = 1 << 26  # bytes: room for 400,000 shards; parsing hostile JSON takes up to 30 times as much memory
 
 
-def load(folder: Path | Url) -> tuple[Manifest, memoryview]:
+def load(folder: Location) -> tuple[Manifest, memoryview]:
     """The manifest and its index, which is mapped; also while another process commits.
 
     FormatError if they are missing or invalid.
@@ -92,7 +92,7 @@ def load(folder: Path | Url) -> tuple[Manifest, memoryview]:
     )
 
 
-def read_manifest(folder: Path | Url) -> Manifest | None:
+def read_manifest(folder: Location) -> Manifest | None:
     """The manifest as it is now, without the index; None if there is none, FormatError if it is invalid."""
     data = _read_manifest(folder)
     return None if data is None else parse_manifest(data, str(folder / MANIFEST_NAME))
@@ -128,7 +128,7 @@ def map_shard(folder: Path, name: str) -> memoryview:
     return data
 
 
-def missing_shard(folder: Path | Url, name: str) -> ShardError:
+def missing_shard(folder: Location, name: str) -> ShardError:
     """The error for a shard that a reader needs and that is nowhere: lost, or replaced and removed meanwhile."""
     with suppress(QwenCacheError):
         data = _read_manifest(folder)
@@ -138,17 +138,17 @@ def missing_shard(folder: Path | Url, name: str) -> ShardError:
     return ShardError("a shard of the manifest is missing", where=folder / name)
 
 
-def shards_here(folder: Path | Url, manifest: Manifest) -> set[str]:
+def shards_here(folder: Location, manifest: Manifest) -> set[str]:
     """The names of the shards that exist; for a remote cache, all shards of its manifest, without a request."""
     names = {shard.name for shard in manifest.shards}
-    if not isinstance(folder, Path):
+    if is_remote(folder):
         return names
     return {name for name in names if find_shard(folder, name, _exists)}
 
 
-def intact_shards(folder: Path | Url, manifest: Manifest) -> set[str]:
+def intact_shards(folder: Location, manifest: Manifest) -> set[str]:
     """The names of the shards that exist; in object storage, by one listing, those with their size."""
-    if isinstance(folder, Path):
+    if not is_remote(folder):
         return shards_here(folder, manifest)
     files = store_of(folder).listing(folder).files if manifest.shards else {}
     return {each.name for each in manifest.shards if each.name in files and files[each.name].size == each.bytes}
@@ -162,12 +162,12 @@ def _exists(path: Path) -> bool:
 
 
 @contextmanager
-def writing(folder: Path | Url) -> Iterator[None]:
+def writing(folder: Location) -> Iterator[None]:
     """Lock the directory for writing; QwenCacheError immediately if another process has the lock.
 
     In object storage nothing is locked: the commit is conditional.
     """
-    if isinstance(folder, Url):
+    if is_remote(folder):
         remote.finish_commit(folder)
         yield
         return
@@ -188,9 +188,9 @@ def writing(folder: Path | Url) -> Iterator[None]:
         raise QwenCacheError(what, where=folder, found=error.strerror, do=do) from None
 
 
-def is_same(source: Path | Url, target: Path | Url) -> bool:
+def is_same(source: Location, target: Location) -> bool:
     """True if both are one folder of this machine, however it is spelled and through whatever links, or one URL."""
-    if isinstance(source, Url) or isinstance(target, Url):
+    if is_remote(source) or is_remote(target):
         return str(source).rstrip("/") == str(target).rstrip("/")
     return target.exists() and source.exists() and os.path.samefile(source, target)
 
@@ -204,7 +204,7 @@ def _refuse_links(folder: Path) -> None:
 
 
 def commit(
-    folder: Path | Url, manifest: Manifest, index: bytes, shards: Sequence[Path], replaces: Manifest | None = None
+    folder: Location, manifest: Manifest, index: bytes, shards: Sequence[Path], replaces: Manifest | None = None
 ) -> None:
     """Atomically make `shards` (sealed, elsewhere in the folder), `index` and `manifest` the dataset.
 
@@ -215,7 +215,7 @@ def commit(
     if len(data) > MAX_MANIFEST:
         what, do = "too many shards for one cache", "set a larger cache.shard_size"
         raise ConfigError(what, where=folder, found=len(manifest.shards), do=do)
-    if isinstance(folder, Url):
+    if is_remote(folder):
         remote.commit(folder, manifest, index, replaces or Manifest.empty(manifest.format_version))
         return
     for path in shards:
@@ -299,9 +299,9 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
     return {path: size for path, size in sizes.items() if dry_run or not path.exists()}
 
 
-def no_manifest(folder: Path | Url) -> ManifestError:
+def no_manifest(folder: Location) -> ManifestError:
     """The error for a folder without cache.json."""
-    if not isinstance(folder, Path):
+    if is_remote(folder):
         return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
     if any((folder / STAGING).rglob("*.tar")):
         do = "run the same `qwen-cache build` again to continue"
@@ -310,7 +310,7 @@ def no_manifest(folder: Path | Url) -> ManifestError:
     return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 
-def _read_manifest(folder: Path | Url) -> bytes | None:
+def _read_manifest(folder: Location) -> bytes | None:
     """The bytes of cache.json; None if there is none, ManifestError if it is larger than any."""
     try:
         return _read(folder / MANIFEST_NAME, MAX_MANIFEST)
@@ -320,13 +320,13 @@ def _read_manifest(folder: Path | Url) -> bytes | None:
         raise ManifestError("the manifest is too large", where=where, expected=expected) from None
 
 
-def _map_index(path: Path | Url, size: int) -> memoryview | None:
+def _map_index(path: Location, size: int) -> memoryview | None:
     """A file of `size` bytes, None if it does not exist; TooLargeError if it has more bytes."""
-    if isinstance(path, Url) and size <= LARGEST_IN_MEMORY:
+    if is_remote(path) and size <= LARGEST_IN_MEMORY:
         found = _read(path, size)
         return None if found is None else memoryview(found)
     try:
-        if isinstance(path, Url):
+        if is_remote(path):
             return path.download(size) if path.size() in (size, None) else memoryview(b"")
         data = map_file(path)
     except FileNotFoundError:
@@ -338,10 +338,10 @@ def _map_index(path: Path | Url, size: int) -> memoryview | None:
     return data
 
 
-def _read(path: Path | Url, most: int) -> bytes | None:
+def _read(path: Location, most: int) -> bytes | None:
     """A file, None if it does not exist; TooLargeError if it has more than `most` bytes."""
     try:
-        if isinstance(path, Url):
+        if is_remote(path):
             return path.read_bytes(most)
         if len(data := read_file(path, most + 1)) > most:
             raise TooLargeError("the file is too large", where=path, expected=f"at most {most} bytes")
@@ -367,7 +367,7 @@ CHECKSUM = 16  # bytes of xxh3-128, at the end of a file
 SUFFIX = ".arrow"
 
 
-def load_index(folder: Path | Url) -> tuple[Manifest, pa.Table]:
+def load_index(folder: Location) -> tuple[Manifest, pa.Table]:
     """The manifest and the index that it names; FormatError if they are missing or invalid."""
     manifest, data = load(folder)
     return manifest, index_table(manifest, data, str(folder / INDEX_NAME))

@@ -23,7 +23,7 @@ from qwen_cache.format.identity import HASH_PATTERN
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, read_index, record_reader, write_index
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, Manifest, Shard, parse_manifest
 from qwen_cache.format.shard import END_OF_ARCHIVE, Entry
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, Url
 from qwen_cache.storage.stores import NEVER, Listing, store_of
 
 STAGING = ".staging"  # shards of unfinished builds; in object storage, the rows of their shards
@@ -234,7 +234,7 @@ def finish_commit(folder: Url) -> None:
             store.put(target, source.read_bytes())
 
 
-def conflict(folder: Path | Url) -> ConflictError:
+def conflict(folder: Location) -> ConflictError:
     """The error for a dataset that changed while a build was running."""
     return ConflictError(
         "another build has committed to this cache since this one read it",

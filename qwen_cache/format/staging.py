@@ -32,7 +32,7 @@ from qwen_cache.storage.files import (
     map_file,
     replace,
 )
-from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.remote import LocalCopies, Location, Url, is_remote
 from qwen_cache.storage.stores import store_of
 
 # ---- remote build ----------------------------------------------------------------------------------------------------
@@ -150,16 +150,16 @@ def staging_folder(folder: Path, name: str, format_version: int) -> Path:
 class Destination:
     """The unfinished build `name` of the cache at `folder`, to which other processes add shards, from any machine."""
 
-    folder: Path | Url
+    folder: Location
     name: str
     format_version: int
     token: str
     """A file that the build has written into a local folder, so that others see whether theirs is the same."""
 
     @classmethod
-    def of(cls, folder: Path | Url, name: str, format_version: int) -> Destination:
+    def of(cls, folder: Location, name: str, format_version: int) -> Destination:
         token = f"shared-{uuid.uuid4().hex}"
-        if isinstance(folder, Url):
+        if is_remote(folder):
             return cls(folder, name, format_version, token)
         (staging_folder(folder, name, format_version) / token).touch()
         return cls(folder.absolute(), name, format_version, token)
@@ -167,7 +167,7 @@ class Destination:
     @contextmanager
     def opened(self) -> Iterator[Path]:
         """The folder for shards of this process; ConfigError if the folder of the cache is another one here."""
-        if isinstance(self.folder, Url):
+        if is_remote(self.folder):
             with own_folder(self.folder) as own:
                 path = own / build_name(self.name, self.format_version)
                 shutil.rmtree(path, ignore_errors=True)  # of a process that was killed
@@ -188,7 +188,7 @@ class Destination:
 
     def deliver(self, stored: Stored, folder: Path) -> None:
         """Upload the sealed shard in `folder` with its part, and remove it here; nothing for a local cache."""
-        if isinstance(self.folder, Url):
+        if is_remote(self.folder):
             path = folder / stored[0].name
             put_shard(self.folder, build_name(self.name, self.format_version), path, stored, self.format_version)
             path.unlink(missing_ok=True)
@@ -391,12 +391,12 @@ def _recovered(path: Path, format_version: int) -> list[Entry]:
 # Only headers and indexes are read, and nothing is written; a damaged sample is found when it is copied.
 
 
-def replaced_shards(folder: Path | Url, keys: Set[str], format_version: int) -> dict[Path, set[str]]:
+def replaced_shards(folder: Location, keys: Set[str], format_version: int) -> dict[Path, set[str]]:
     """The replaced shards that contain a sample of `keys`, each with all of its keys; they are not hashed.
 
     None for object storage, where they stay beside the others: the staging finds them.
     """
-    if isinstance(folder, Url):
+    if is_remote(folder):
         return {}
     paths = sorted((folder / directory.REPLACED).glob("*.tar")) if keys else []
     found = {path: keys_in(path, format_version) for path in paths}
@@ -413,7 +413,7 @@ class Finished:
     """In shards that the dataset no longer uses, and not among `interrupted`."""
 
 
-def finished_samples(folder: Path | Url, manifest: Manifest, name: str, keys: Set[str]) -> Finished:
+def finished_samples(folder: Location, manifest: Manifest, name: str, keys: Set[str]) -> Finished:
     """Which samples of `keys` an update with the staging `name` would copy. Reads headers only, writes nothing.
 
     A shard with damaged tensors is found when it is copied: its samples are written again.
@@ -421,7 +421,7 @@ def finished_samples(folder: Path | Url, manifest: Manifest, name: str, keys: Se
     if not keys:
         return Finished()
     version = manifest.format_version
-    if isinstance(folder, Url):
+    if is_remote(folder):
         return _finished_remotely(folder, manifest, name, keys)
     interrupted = Staging.finished(staging_folder(folder, name, version), version)
     for path in directory.unlisted_shards(folder, manifest):

@@ -20,7 +20,7 @@ import xxhash
 
 from qwen_cache.errors import ChecksumError, ConfigError, ConflictError, FormatError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import LocalShards, RangedShards, RemoteShards
+from qwen_cache.format.cache import LocalShards, RangedShards, RemoteShards, shards_of
 from qwen_cache.format.directory import load_index
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.index import INDEX_NAME, ROW_GROUP, SEED, IndexRow, index_schema, table_of, write_tables
@@ -39,7 +39,7 @@ from qwen_cache.format.rows import (
 from qwen_cache.format.shard import Entry, check_tensors
 from qwen_cache.format.staging import RemoteBuild, Staging, staging_folder
 from qwen_cache.storage.files import link_or_copy, map_file, move
-from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.remote import LocalCopies, Location, is_remote, location
 
 # ---- update ----------------------------------------------------------------------------------------------------------
 # Update a dataset to a list of rows, in one commit: shared by `build`, `migrate`, `merge` and `import`.
@@ -120,7 +120,7 @@ class Existing:
             for i, shard in enumerate(shards)
         }
 
-    def check_name(self, name: str, recipe: dict[str, Any], where: Path | Url) -> None:
+    def check_name(self, name: str, recipe: dict[str, Any], where: Location) -> None:
         """ConfigError if the cache has an equal recipe under another name."""
         same = [other for other, known in self.recipes.items() if recipe_id(known) == recipe_id(recipe)]
         if same and same != [name]:
@@ -132,7 +132,7 @@ class Existing:
 class Update:
     """The new dataset, and the samples to write for it."""
 
-    folder: Path | Url
+    folder: Location
     existing: Existing
     format_version: int
     rows: ListedSamples
@@ -154,17 +154,16 @@ class Update:
         return same_version and not self.damaged and self.rows == self.existing.listed
 
 
-def read_existing(folder: Path | Url, format_version: int) -> Existing:
+def read_existing(folder: Location, format_version: int) -> Existing:
     """The dataset in `folder`; an empty one of `format_version` if there is none."""
-    manifest_path = folder / MANIFEST_NAME
-    if not (manifest_path.exists() if isinstance(manifest_path, Path) else manifest_path.is_file()):
+    if not (folder / MANIFEST_NAME).exists():
         return Existing.empty(format_version)
     manifest, table = load_index(folder)
     return Existing.of(manifest, table, str(folder / INDEX_NAME))
 
 
 def plan_update(
-    folder: Path | Url,
+    folder: Location,
     existing: Existing,
     format_version: int,
     rows: Iterable[ListedSample],
@@ -213,7 +212,7 @@ def open_staging(
     """The staging of the build `name`, with its shards of an earlier run, shards that a crash left under their final
     names, and the shards `linked` from other caches. `copies` are for samples that move within object storage."""
     version, remote = update.format_version, None
-    if isinstance(update.folder, Url):
+    if is_remote(update.folder):
         keys, manifest = set(update.order), update.existing.manifest
         remote = RemoteBuild(update.folder, name, version, manifest, keys, copies or LocalCopies.of())
         folder = remote.scratch
@@ -221,7 +220,7 @@ def open_staging(
         folder = staging_folder(update.folder, name, version)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if isinstance(update.folder, Path):
+        if not is_remote(update.folder):
             for path in directory.unlisted_shards(update.folder, update.existing.manifest):
                 move(path, folder / path.name)
         for path in linked:
@@ -252,8 +251,8 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     return True
 
 
-def _mapped(folder: Path | Url, name: str) -> memoryview:
-    assert isinstance(folder, Path)
+def _mapped(folder: Location, name: str) -> memoryview:
+    assert not is_remote(folder)
     return directory.map_shard(folder, name)
 
 
@@ -445,7 +444,7 @@ class OtherCaches:
     ConfigError for one that does not exist, has another format version, or is `folder` itself.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path | Url, format_version: int, copies: LocalCopies) -> None:
+    def __init__(self, names: Sequence[str], folder: Location, format_version: int, copies: LocalCopies) -> None:
         self._caches = [_opened(name, folder, format_version, copies) for name in names]
 
     def copies(self, keys: Set[str]) -> tuple[frozenset[str], dict[str, Copies]]:
@@ -491,7 +490,7 @@ def _checked(cache: OtherCache, row: IndexRow, where: str) -> memoryview:
     return data
 
 
-def _opened(name: str, folder: Path | Url, format_version: int, copies: LocalCopies) -> OtherCache:
+def _opened(name: str, folder: Location, format_version: int, copies: LocalCopies) -> OtherCache:
     where = location(name)
     if directory.is_same(where, folder):
         raise ConfigError("a cache cannot reuse itself", where=name, do="leave it out of cache.reuse")
@@ -507,9 +506,4 @@ def _opened(name: str, folder: Path | Url, format_version: int, copies: LocalCop
             do="run `qwen-cache migrate` on it, or leave it out of cache.reuse",
         )
     existing = read_existing(where, format_version)
-    shards = (
-        RemoteShards(where, existing.manifest, copies)
-        if isinstance(where, Url)
-        else LocalShards(where, existing.manifest)
-    )
-    return OtherCache(name, existing, shards)
+    return OtherCache(name, existing, shards_of(where, existing.manifest, copies))

@@ -44,7 +44,7 @@ from qwen_cache.format.sample import UNIT_RANGE, decode
 from qwen_cache.format.shard import Entry, scan_shard, tensor_bytes
 from qwen_cache.format.update import Existing
 from qwen_cache.storage.files import is_cut_short, map_file
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, is_remote, location
 
 HASHED = 1 << 23  # bytes between two questions whether a shard is still as long as it was
 REMOTE_SHARDS = 2  # on the disk at a time: one is downloaded while the other is hashed
@@ -61,7 +61,7 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
     folder = location(path)
     if not (folder / MANIFEST_NAME).is_file():
         raise directory.no_manifest(folder)
-    if isinstance(folder, Url):
+    if is_remote(folder):
         (folder / MANIFEST_NAME).require_ranges()
     try:
         manifest, index = directory.load(folder)
@@ -70,7 +70,7 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         return [error]
     rows = Existing.of(manifest, table, str(folder / INDEX_NAME)).rows
     faults, of_shard = index_faults(rows, manifest, folder)
-    with ThreadPoolExecutor(os.cpu_count() if isinstance(folder, Path) else REMOTE_SHARDS) as pool:
+    with ThreadPoolExecutor(REMOTE_SHARDS if is_remote(folder) else os.cpu_count()) as pool:
 
         def check(shard: Shard) -> list[FormatError]:
             return list(_shard_faults(folder, manifest.format_version, shard, map(rows.row, of_shard[shard.name])))
@@ -116,22 +116,22 @@ def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterato
     yield from (row.meta.key for row in rows if any(_tensor_faults(row.entry, row.label, data, folder / shard.name)))
 
 
-def _stray_faults(folder: Path | Url, manifest: Manifest) -> Iterator[FormatError]:
+def _stray_faults(folder: Location, manifest: Manifest) -> Iterator[FormatError]:
     """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard.
 
     In object storage, shards stay where they are until `gc`, and those of an unfinished build are there already.
     """
     ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
     listed = {shard.name for shard in manifest.shards}
-    archives: list[Path | Url] = [*folder.glob("*.tar")]
+    archives: list[Location] = [*folder.glob("*.tar")]
     for path in sorted(archives, key=lambda path: path.name):
-        if path.name not in listed and (isinstance(folder, Path) or path.name not in ours):
+        if path.name not in listed and (not is_remote(folder) or path.name not in ours):
             fix = None if path.name in ours else "move it out of the folder"
             yield StrayFileError(STRAY, where=path, do=fix)
 
 
 def index_faults(
-    rows: KeyedRows, manifest: Manifest, folder: Path | Url
+    rows: KeyedRows, manifest: Manifest, folder: Location
 ) -> tuple[list[FormatError], dict[str, array[int]]]:
     """The faults of the index, and the positions of the valid rows of each shard."""
     where, faults = folder / INDEX_NAME, list[FormatError]()
@@ -164,7 +164,7 @@ def index_faults(
     return faults, of_shard
 
 
-def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Path | Url) -> Iterator[FormatError]:
+def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Location) -> Iterator[FormatError]:
     """A sample whose embeddings hold text alone, with controls but without the positions of their images."""
     controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
     if recipe.get("text_rows_only") is True and len(positions) != controls:
@@ -173,7 +173,7 @@ def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Path | Url) -
 
 
 def _shard_faults(
-    folder: Path | Url, format_version: int, shard: Shard, rows: Iterable[IndexRow]
+    folder: Location, format_version: int, shard: Shard, rows: Iterable[IndexRow]
 ) -> Iterator[FormatError]:
     """The faults of one shard, from its bytes alone, compared with its rows of the index."""
     try:
@@ -202,16 +202,16 @@ def _shard_faults(
         yield error
 
 
-def _read(path: Path | Url, shard: Shard) -> memoryview:
+def _read(path: Location, shard: Shard) -> memoryview:
     """The bytes of a shard; ShardError if it has another size, FileNotFoundError if it is not at `path`."""
-    data = map_file(path) if isinstance(path, Path) else memoryview(b"")
-    size = data.nbytes if isinstance(path, Path) else path.size()
+    data = memoryview(b"") if is_remote(path) else map_file(path)
+    size = path.size() if is_remote(path) else data.nbytes
     if size not in (shard.bytes, None):
         raise ShardError("the shard has another size", where=path, expected=shard.bytes, found=size)
-    return data if isinstance(path, Path) else path.download(shard.bytes)
+    return path.download(shard.bytes) if is_remote(path) else data
 
 
-def _hash(data: memoryview, path: Path | Url) -> str:
+def _hash(data: memoryview, path: Location) -> str:
     state = xxhash.xxh3_128()
     for begin in range(0, data.nbytes, HASHED):
         block = data[begin : begin + HASHED]
@@ -221,7 +221,7 @@ def _hash(data: memoryview, path: Path | Url) -> str:
     return state.hexdigest()
 
 
-def _tensor_faults(entry: Entry, label: str, data: memoryview, path: Path | Url) -> Iterator[FormatError]:
+def _tensor_faults(entry: Entry, label: str, data: memoryview, path: Location) -> Iterator[FormatError]:
     """The faults of a sample's tensors; `label` is what messages call the sample."""
     for name, stored in tensor_bytes(entry, data):
         spec, what = entry.meta.tensors[name], f"{name} of {label}"

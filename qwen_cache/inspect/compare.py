@@ -24,21 +24,21 @@ from qwen_cache.inspect.summary import printable
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import Resolution
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.terminal import counting
 
 SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale")
 """The keys of a recipe that `Resolution` gives."""
 
 
-def compare(folder: Path | Url, manifest: Manifest | None, source: str, settings: Config) -> dict[str, Any]:
+def compare(folder: Location, manifest: Manifest | None, source: str, settings: Config) -> dict[str, Any]:
     """`state` and `source` of the report; the state is `stale` where `build --dry-run --check` would fail.
 
     `settings` are those of the build.
     """
     path = location(source)
     if manifest is None:
-        if isinstance(path, Path) and not path.exists():
+        if not is_remote(path) and not path.exists():
             raise SourceError("there is no such source", where=path)
         return {"source": {"path": printable(source)}}
     default = DEFAULT_RECIPE if DEFAULT_RECIPE in manifest.recipes else None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from io import BytesIO
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import cut_thumbnails, is_transparent, over_white
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location
 from qwen_cache.terminal import counting
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ def batches(table: pa.Table, columns: Sequence[str], rows: int = ROWS) -> Iterat
 
 
 @contextmanager
-def reading(folder: Path | Url) -> Iterator[None]:
+def reading(folder: Location) -> Iterator[None]:
     """Errors in the columns of a cache's index as IndexFileErrors."""
     try:
         yield

@@ -67,7 +67,7 @@ from qwen_cache.storage.files import (
     sync_folder,
     write_durably,
 )
-from qwen_cache.storage.remote import location
+from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.terminal import counting, human_bytes, naming, plural
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ def check_page_path(path: Path, cache: str) -> None:
         raise ConfigError(f"a page cannot be written here: {fault}", where=path, do="give --html another file")
 
 
-def _fault(path: Path, cache: object) -> str | None:
+def _fault(path: Path, cache: Location) -> str | None:
     if path.name in ("", "..", "-"):
         return "this names no file"
     if len(os.fsencode(path.name)) > MAX_NAME_BYTES:
@@ -435,7 +435,7 @@ def _fault(path: Path, cache: object) -> str | None:
         return "this is a folder" if path.is_dir() else "this is a device or a pipe"
     if not next(parent for parent in path.absolute().parents if parent.exists()).is_dir():
         return "it would be inside a file"
-    if isinstance(cache, Path) and path.parent.resolve().is_relative_to(cache.resolve()):
+    if not is_remote(cache) and path.parent.resolve().is_relative_to(cache.resolve()):
         return "it would be inside the cache"
     return "a cache has a file of this name" if path.name in (MANIFEST_NAME, INDEX_NAME) else None
 

@@ -38,7 +38,7 @@ from qwen_cache.inspect.flags import (
     tensors,
 )
 from qwen_cache.models.family import family_of_recipe
-from qwen_cache.storage.remote import LocalCopies, Url, location
+from qwen_cache.storage.remote import LocalCopies, Location, is_remote, location
 from qwen_cache.terminal import human_bytes, plural
 
 # ---- count -----------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ STALE = ("new", "changed", "renamed_or_moved", "removed")
 """The counts of samples in a comparison with a source that say why a cache is stale."""
 BATCH_COLUMNS = ("train.max_tokens", "samples per batch", "padding", "at random")
 
-SourceComparison = Callable[[Path | Url, Manifest | None], Mapping[str, Any]]
+SourceComparison = Callable[[Location, Manifest | None], Mapping[str, Any]]
 """Compares a cache with its source: `state`, and the counts under `source`. The manifest is None while no build has
 finished."""
 
@@ -297,8 +297,8 @@ def survey(
     source. `copies` stores remote samples, by default in the user's cache folder.
     """
     folder = location(path)
-    staged = sorted((folder / STAGING).rglob("*.tar")) if isinstance(folder, Path) else []
-    if isinstance(folder, Path) and staged and not (folder / MANIFEST_NAME).exists():
+    staged = [] if is_remote(folder) else sorted((folder / STAGING).rglob("*.tar"))
+    if not is_remote(folder) and staged and not (folder / MANIFEST_NAME).exists():
         size = sum(path.stat().st_size for path in staged)
         source = compare(folder, None) if compare else {}
         return Survey({"cache": printable(folder), "state": "partial", **source, "staged_bytes": size}, {})
@@ -313,7 +313,7 @@ def survey(
         "shards": len(manifest.shards),
         "bytes": sum(shard.bytes for shard in manifest.shards),
     }
-    if isinstance(folder, Path):
+    if not is_remote(folder):
         overview["garbage_bytes"] = sum(directory.garbage(folder, manifest).values())
     return Survey(overview, {name: survey_recipe(cache, scan) for name, cache in caches.items()})
 

@@ -7,7 +7,6 @@ from collections import OrderedDict
 from collections.abc import Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol, Self
 
@@ -17,7 +16,7 @@ from qwen_cache.encode.recipe import recipe_changes, save_settings
 from qwen_cache.encode.write import written_by
 from qwen_cache.errors import ConfigError, ConflictError, FormatError, ShardError
 from qwen_cache.format import directory
-from qwen_cache.format.cache import LocalShards, RemoteShards
+from qwen_cache.format.cache import LocalShards, shards_of
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.remote import Stored
 from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples
@@ -34,7 +33,7 @@ from qwen_cache.format.shard import (
 from qwen_cache.format.staging import Destination, Staging, staging_folder
 from qwen_cache.format.update import Existing, Update, commit_update, copy_if_there, open_staging, plan_update
 from qwen_cache.storage.files import map_file
-from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.remote import LocalCopies, is_remote
 
 NAME_LENGTH = 12  # digits of the key, as the name of a sample without one
 ATTEMPTS = 20  # of a commit while other services commit to the same bucket
@@ -161,7 +160,7 @@ class Pool:
             _check_recipe(job, self._existing)
             save_settings(job.folder, job.config)
             self._keep_leftovers()
-            if isinstance(job.folder, Path):
+            if not is_remote(job.folder):
                 staging_folder(job.folder, self._name, job.format_version).mkdir(parents=True, exist_ok=True)
             self._destination = Destination.of(job.folder, self._name, job.format_version)
             self._folder = self._stack.enter_context(self._destination.opened())
@@ -206,7 +205,7 @@ class Pool:
     def images(self) -> Sequence[ImageRows]:
         """The images of the dataset, as of the last commit; none of a bucket. For the thread that commits."""
         folder = self.job.folder
-        if isinstance(folder, Url):
+        if is_remote(folder):
             return ()
         if self._images is None:
             mine = [(self._rows, LocalShards(folder, self._existing.manifest))]
@@ -294,7 +293,7 @@ class Pool:
         return True
 
     def _is_gone(self, shard: OpenShard) -> bool:
-        if shard.stored is None or isinstance(self.job.folder, Url):
+        if shard.stored is None or is_remote(self.job.folder):
             return False
         path = self._folder / shard.stored[0].name
         return not path.is_file() or content_hash(map_file(path)) != path.stem
@@ -367,7 +366,7 @@ class Pool:
 
     def _keep_leftovers(self) -> None:
         """Commit the complete samples that a killed service or build left in a local folder, if their rows are new."""
-        if isinstance(self.job.folder, Url):
+        if is_remote(self.job.folder):
             return  # what was uploaded and not committed is encoded again if it is wanted, and removed by `gc`
         folder = staging_folder(self.job.folder, self._name, self.job.format_version)
         left = Staging.finished(folder, self.job.format_version) if folder.is_dir() else set()
@@ -377,11 +376,7 @@ class Pool:
         """Read the dataset as it is now."""
         existing, job = load_existing(self.job), self.job
         rows = existing.of_recipe(job.recipe_name)
-        shards: LocalShards | RemoteShards
-        if isinstance(job.folder, Url):
-            shards = RemoteShards(job.folder, existing.manifest, LocalCopies.of_settings(job.config.cache))
-        else:
-            shards = LocalShards(job.folder, existing.manifest)
+        shards = shards_of(job.folder, existing.manifest, LocalCopies.of_settings(job.config.cache))
         with self._lock:
             self._existing: Existing = existing
             self._rows: KeyedRows = rows

@@ -34,7 +34,7 @@ from qwen_cache.settings.sections import SIZES, ServeConfig
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.places import allowed_file, read_bytes
 from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, Row, limits_exceeded
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import parse_json
 
 # ---- description -----------------------------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def describe(engine: Engine) -> dict[str, Any]:
     data = job.config.data.model_dump(mode="json")
     cache = None
     if engine.store.stores:
-        cache = str(job.folder) if isinstance(job.folder, Url) else "/v1/cache"
+        cache = str(job.folder) if is_remote(job.folder) else "/v1/cache"
     return {
         "qwen_cache": __version__,
         "format_version": job.format_version,
@@ -485,7 +485,7 @@ def _not_there(engine: Engine, status: Status) -> Response:
 def _file(engine: Engine, name: str) -> tuple[Path, os.stat_result]:
     """The path of a file of the dataset, and what the system says of it."""
     folder = engine.job.folder
-    if not engine.store.stores or not isinstance(folder, Path):
+    if not engine.store.stores or is_remote(folder):
         do = f"read {folder}" if engine.store.stores else "fetch samples by their keys"
         raise RefusedError(404, "this server has no local cache", do)
     if name in (MANIFEST_NAME, INDEX_NAME) or SHARD_PATTERN.fullmatch(name):

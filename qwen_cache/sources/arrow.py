@@ -26,9 +26,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.sources.places import Location, RangeFile, TableFolder, base_name, open_regular, parent, read_bytes
+from qwen_cache.sources.places import RangeFile, TableFolder, base_name, open_regular, parent, read_bytes
 from qwen_cache.sources.rows import LEFT_OUT, Columns, Draft, Needs, Record, find_columns, read_rows
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.text import parse_json
 
 IMAGES = ("target", "control", "mask")
@@ -181,7 +181,7 @@ class ParquetTable:
         return sum(each.null_count for each in found) if known else None
 
     def open(self) -> Any:
-        remote = isinstance(self.path, Url)
+        remote = is_remote(self.path)
         size = REMOTE_BUFFER if remote else LOCAL_BUFFER
         return pq.ParquetFile(_source(self.path), metadata=self.metadata, buffer_size=size, pre_buffer=False)
 
@@ -216,7 +216,7 @@ def _groups_here() -> OpenGroups:
 
 
 def _source(path: Location) -> Any:
-    if isinstance(path, Url):
+    if is_remote(path):
         return RangeFile(path)
     _require_regular(path)
     return str(path)

@@ -18,10 +18,11 @@ from qwen_cache.errors import Notice, SourceError
 from qwen_cache.format.identity import Phrase, content_hash
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import File, Location, read_bytes, suffix
+from qwen_cache.sources.places import File, read_bytes, suffix
 from qwen_cache.sources.rows import LIST_COLUMNS, Columns, Needs, Row, find_columns, unique
 from qwen_cache.sources.tables import READERS, delimiter_of
 from qwen_cache.storage.files import write_durably
+from qwen_cache.storage.remote import Location, is_remote
 
 # ---- phrase ----------------------------------------------------------------------------------------------------------
 # The phrase of an instruction: all of it, the words between marks, or a separately given phrase.
@@ -282,12 +283,12 @@ def caption_files(
 
     `settings` tells captions of an earlier run apart that other settings made. SourceError for other kinds of sources.
     """
-    if isinstance(source, Path) and source.is_dir():
+    if not is_remote(source) and source.is_dir():
         table = next((source / name for name in TABLES if (source / name).is_file()), None)
         if table is None:
             return TextFiles(source, data, out, replace=replace)
         source = table
-    if isinstance(source, Path) and suffix(source) in READERS:
+    if not is_remote(source) and suffix(source) in READERS:
         copy = out or source.with_name(f"{source.stem}-captioned{source.suffix}")
         if copy.resolve().parent != source.resolve().parent or copy.suffix != source.suffix:
             do, expected = "leave out --out, or name a file there", f"a {source.suffix} file in {source.parent}"
@@ -310,7 +311,7 @@ class TextFiles:
 
     def path(self, row: Row) -> Path:
         assert isinstance(row.target, File)
-        assert isinstance(row.target.path, Path)
+        assert not is_remote(row.target.path)
         if folder := self.data.columns.prompt:
             return self.source / folder / f"{row.name}.txt"
         return row.target.path.with_suffix(".txt")

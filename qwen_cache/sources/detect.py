@@ -73,7 +73,6 @@ from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_F
 from qwen_cache.sources.places import (
     File,
     Folder,
-    Location,
     TableFolder,
     base_name,
     dataset_files,
@@ -99,7 +98,7 @@ from qwen_cache.sources.rows import (
 from qwen_cache.sources.rows import read_rows as read_records
 from qwen_cache.sources.tables import PROMPTS, READERS, read_text_table
 from qwen_cache.sources.webdataset import read_tars
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, Url, is_remote, location
 from qwen_cache.text import shell_line
 
 # ---- garbage ---------------------------------------------------------------------------------------------------------
@@ -402,23 +401,23 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
 def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     """The drafts of a source by its kind."""
     kind = suffix(source)
-    if needs.config_name and not (isinstance(source, Url) and is_dataset(source)):
+    if needs.config_name and not (is_remote(source) and is_dataset(source)):
         what, do = "only a dataset on the hub has configurations", "leave out data.config_name"
         raise SourceError(what, where=source, expected="hf://datasets/OWNER/NAME", found=needs.config_name, do=do)
     if needs.split and (kind in READERS or kind in ARCHIVES):
         raise SourceError("a file has no splits", where=source, found=needs.split, do="leave out data.split")
-    if isinstance(source, Path) and source.is_dir():
+    if not is_remote(source) and source.is_dir():
         return _read_folder(_opened(source), needs)
     if kind in READERS or (kind == PROMPTS and needs.to_generate):
         return read_text_table(file_at(source), replace(needs, control=needs.control and kind != PROMPTS))
     if kind in ARCHIVES:
         paths = (
             [source]
-            if isinstance(source, Path) and source.exists()
+            if not is_remote(source) and source.exists()
             else [file_at(location(name)) for name in _expanded(str(source))]
         )
         return ARCHIVES[kind](paths, needs)
-    if isinstance(source, Url):
+    if is_remote(source):
         return _read_hub(source, needs) if is_dataset(source) else _read_folder(_opened(source), needs)
     what = "this is not a source that can be read" if source.exists() else "there is no such source"
     raise SourceError(what, where=source, expected=KINDS, do="correct the path")
@@ -482,7 +481,7 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Notice | Dr
         name = _chosen(by_split, folder.path, needs.split)
         return read_parquet(by_split[name], needs)
     if SAVED in folder.files:
-        if isinstance(folder.path, Url):
+        if is_remote(folder.path):
             do = "copy the folder to a disk, or save it as Parquet"
             raise SourceError(
                 "a folder that `datasets` saved is memory-mapped, so it must be local", where=folder.path, do=do

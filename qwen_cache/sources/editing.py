@@ -36,10 +36,11 @@ from qwen_cache.sources.detect import (
 )
 from qwen_cache.sources.images import open_mask, upright_size
 from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
-from qwen_cache.sources.places import File, Folder, Location, TableFolder, open_folder, read_bytes, suffix
+from qwen_cache.sources.places import File, Folder, TableFolder, open_folder, read_bytes, suffix
 from qwen_cache.sources.rows import COLUMNS, MAX_TEXT, Columns, Draft, Needs, find_columns, has_captions, read_row
 from qwen_cache.sources.tables import CSV, READERS, CsvText, TableText, changed, open_text
 from qwen_cache.storage.files import LockHeldError, locked, make_folder, sync, whole_file, write_durably
+from qwen_cache.storage.remote import Location, is_remote
 
 PATIENCE = 10.0
 """Seconds to wait for another program's edit, which takes a fraction of one."""
@@ -84,7 +85,7 @@ def open_editor(source: Location, kept: Path, **settings: Unpack[SourceSettings]
     table = _table(source)
     if table is not None:
         return TableEditor(needs, allow_empty, OldFiles(table.parent, kept), table)
-    if isinstance(source, Path) and _is_folder_of_images(source):
+    if not is_remote(source) and _is_folder_of_images(source):
         return FolderEditor(needs, allow_empty, OldFiles(source, kept))
     expected = f"a folder of images, or a table ({', '.join(READERS)}), on this machine"
     do = "write a table of its images first"
@@ -92,7 +93,7 @@ def open_editor(source: Location, kept: Path, **settings: Unpack[SourceSettings]
 
 
 def _table(source: Location) -> Path | None:
-    if not isinstance(source, Path):
+    if is_remote(source):
         return None
     if not source.is_dir():
         return source if suffix(source) in READERS else None

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources import left_out
-from qwen_cache.sources.places import File, Folder, Location, base_name, overlooked, read_bytes, suffix
+from qwen_cache.sources.places import File, Folder, base_name, overlooked, read_bytes, suffix
 from qwen_cache.sources.rows import (
     MAX_TEXT,
     NO_CONTROL,
@@ -36,6 +36,7 @@ from qwen_cache.sources.rows import (
     setting,
 )
 from qwen_cache.storage.remembered import RememberedFiles
+from qwen_cache.storage.remote import Location, is_remote
 
 TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
 CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")
@@ -139,7 +140,7 @@ def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[st
 
 def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
     """The files below a folder that are called as one of the names, or as its further control or mask."""
-    assert isinstance(path, Path)
+    assert not is_remote(path)
     found, bases = [], dict[str, set[str]]()
     for each in names:
         bases.setdefault(posixpath.dirname(each), set()).add(posixpath.basename(each))
@@ -495,7 +496,7 @@ def _read_prompts(
     files: list[list[Location]], memory: RememberedFiles, pool: ThreadPoolExecutor
 ) -> Iterator[str | Exception]:
     """The prompts, in order. From a disk a task reads many, since submitting a task costs as much as reading one."""
-    size = PROMPTS if files and files[0] and isinstance(files[0][0], Path) else 1
+    size = PROMPTS if files and files[0] and not is_remote(files[0][0]) else 1
     chunks = (files[begin : begin + size] for begin in range(0, len(files), size))
     return chain.from_iterable(pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks))
 
@@ -509,7 +510,7 @@ def _read_prompt(files: list[Location], memory: RememberedFiles | None) -> str |
 
 def _text_of(file: Location, memory: RememberedFiles | None) -> bytes:
     """The bytes of a prompt; those of a remote one are remembered by its version in the listing."""
-    if memory is None or isinstance(file, Path) or not file.listed:
+    if memory is None or not is_remote(file) or not file.listed:
         return read_bytes(file, MAX_TEXT)
     return memory.read("prompt", str(file), [file], lambda: read_bytes(file, MAX_TEXT))
 

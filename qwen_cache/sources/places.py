@@ -23,7 +23,7 @@ from qwen_cache.errors import QwenCacheError, SourceError, TooLargeError
 from qwen_cache.extras import install_command
 from qwen_cache.storage.bounds import WHOLE_FILE
 from qwen_cache.storage.files import open_file
-from qwen_cache.storage.remote import Url, location, refused_protocol
+from qwen_cache.storage.remote import Location, Url, is_remote, location, refused_protocol
 from qwen_cache.text import one_line
 
 # ---- places ----------------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ from qwen_cache.text import one_line
 # server (on the Hugging Face hub: its own repository), and what `data.allow_urls` lists: never a file of this machine,
 # a chain of addresses (`zip://a::…`), or, with the rights and from the network of whoever builds, another server.
 
-Location = Path | Url
+Location = Location
 
 MAX_FILE = 1 << 31  # bytes read at once: an uncompressed image of the most pixels, 16 bits and alpha has 1.4 GB
 MAX_NAME = 4096  # bytes of a path, URL or name in a tar: the limit of Linux
@@ -95,7 +95,7 @@ def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
     """The bytes of a file. SourceError if this file alone cannot be read, or has more bytes than `limit`; a server that
     does not answer stops all."""
     try:
-        if isinstance(path, Url):
+        if is_remote(path):
             return path.read_bytes(min(limit, WHOLE_FILE))
         with open_regular(path) as file:
             _check_size(os.fstat(file.fileno()).st_size, limit, path)
@@ -131,7 +131,7 @@ def read_range(path: Location, begin: int, end: int) -> bytes:
     """The bytes from `begin` to `end` of a file; SourceError if it has become shorter."""
     _check_size(end - begin, MAX_FILE, path)
     try:
-        if isinstance(path, Url):
+        if is_remote(path):
             return path.read_range(begin, end)
         with open_regular(path) as file:
             file.seek(begin)
@@ -175,16 +175,16 @@ class RangeFile(io.RawIOBase):
 
 def file_at(path: Location) -> Location:
     """A file as a name in its folder; a URL without a name would be queried with a trailing slash."""
-    return path if isinstance(path, Path) else parent(path) / base_name(path)
+    return parent(path) / base_name(path) if is_remote(path) else path
 
 
 def parent(path: Location) -> Location:
     """The folder of a file."""
-    return path.parent if isinstance(path, Path) else Url(str(path).rpartition("/")[0])
+    return Url(str(path).rpartition("/")[0]) if is_remote(path) else path.parent
 
 
 def base_name(path: Location) -> str:
-    return path.name if isinstance(path, Path) else str(path).rstrip("/").rpartition("/")[2]
+    return str(path).rstrip("/").rpartition("/")[2] if is_remote(path) else path.name
 
 
 def suffix(path: Location) -> str:
@@ -252,9 +252,9 @@ class TableFolder:
     def file(self, text: str) -> Location:
         """The file that `text` names; SourceError if the table may not name it."""
         check_name(text, self.path)
-        if isinstance(self.path, Path):
+        if not is_remote(self.path):
             named = self._located(text) if "://" in text else Path(text)
-            return file_at(named) if isinstance(named, Url) else self.path / named
+            return file_at(named) if is_remote(named) else self.path / named
         server = _server(str(self.path))
         if "::" in text:
             raise self._refusal("names a chain of addresses", text, "name the image itself, relative to the table")
@@ -273,7 +273,7 @@ class TableFolder:
 
     def image(self, text: str) -> File:
         """An image that `text` names, as by `file`; a `Path` for each of a million would take most of the time."""
-        if os.sep == "/" and isinstance(self.path, Path) and PLAIN_PATH.fullmatch(text) and len(text) <= MAX_NAME // 4:
+        if os.sep == "/" and not is_remote(self.path) and PLAIN_PATH.fullmatch(text) and len(text) <= MAX_NAME // 4:
             return File(os.path.join(self.path, text) if self.path.parts else text)
         return File(self.file(text))
 
@@ -293,7 +293,7 @@ class TableFolder:
         folder = self.path
         if os.sep == "/" and PLAIN_PATH.fullmatch(stem):
             return stem
-        return os.path.relpath(folder / stem, folder) if isinstance(folder, Path) else posixpath.normpath(stem)
+        return posixpath.normpath(stem) if is_remote(folder) else os.path.relpath(folder / stem, folder)
 
 
 def allowed_file(text: str, allowed: Iterable[str]) -> Location | None:
@@ -333,7 +333,7 @@ class Folder:
 
 def open_folder(path: Location, probed: Iterable[str] = ()) -> Folder:
     """The folder at `path`; SourceError if there is none. If a server lists nothing, the files `probed` are tried."""
-    if isinstance(path, Url):
+    if is_remote(path):
         return _remote_folder(path, probed)
     try:
         names = sorted(name for name in os.listdir(path) if not name.startswith("."))

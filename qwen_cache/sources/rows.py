@@ -15,7 +15,8 @@ from qwen_cache.format.identity import Phrase
 from qwen_cache.settings.load import assignment
 from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import left_out
-from qwen_cache.sources.places import Location, TableFolder
+from qwen_cache.sources.places import TableFolder
+from qwen_cache.storage.remote import Location
 from qwen_cache.text import shell_line
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_cache.errors import Notice, Problem, SourceError, first_line
-from qwen_cache.sources.places import Location, TableFolder, base_name, parent, read_bytes, suffix
+from qwen_cache.sources.places import TableFolder, base_name, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs, Record, find_columns, read_rows
+from qwen_cache.storage.remote import Location
 from qwen_cache.text import RepeatedKeyError, parse_json
 
 # ---- table text ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO, NamedTuple
 from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import Location, RangeFile, TableFolder, check_name, open_regular, parent, read_range
+from qwen_cache.sources.places import RangeFile, TableFolder, check_name, open_regular, parent, read_range
 from qwen_cache.sources.rows import (
     COLUMNS,
     GENERIC,
@@ -47,7 +47,7 @@ from qwen_cache.sources.rows import (
     setting,
 )
 from qwen_cache.storage.remembered import RememberedFiles
-from qwen_cache.storage.remote import BLOCK, Url
+from qwen_cache.storage.remote import BLOCK, Location, is_remote
 from qwen_cache.text import parse_json
 
 
@@ -214,8 +214,8 @@ def _read_tar(
 @contextmanager
 def _opened(path: Location) -> Iterator[BinaryIO]:
     try:
-        remote = isinstance(path, Url)
-        with io.BufferedReader(RangeFile(path), BLOCK) if isinstance(path, Url) else open_regular(path) as file:
+        remote = is_remote(path)
+        with io.BufferedReader(RangeFile(path), BLOCK) if is_remote(path) else open_regular(path) as file:
             yield file
     except FileNotFoundError as error:
         raise SourceError("the file does not exist", where=path, do="correct the path") from error

@@ -21,7 +21,7 @@ import xxhash
 
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.storage.files import cache_home, open_file, read_file, sync, whole_file, write_durably
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, Url, is_remote
 from qwen_cache.terminal import naming
 from qwen_cache.text import RepeatedKeyError, parse_json
 
@@ -159,9 +159,9 @@ class RememberedFiles:
         self._versions: dict[Url, str] = {}
 
     @staticmethod
-    def of(kind: str, place: Path | Url, detail: str = "") -> RememberedFiles:
+    def of(kind: str, place: Location, detail: str = "") -> RememberedFiles:
         """The files of a place, such as a source; `detail` separates parts of it."""
-        text = "\0".join([kind, str(place) if isinstance(place, Url) else os.path.realpath(place), detail])
+        text = "\0".join([kind, str(place) if is_remote(place) else os.path.realpath(place), detail])
         try:
             store = cache_home() / "files" / xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogateescape"))
         except RuntimeError:  # a user without a home
@@ -179,7 +179,7 @@ class RememberedFiles:
             raise
         self._save()
 
-    def read(self, role: str, place: str, files: Sequence[Path | Url], read: Callable[[], bytes]) -> bytes:
+    def read(self, role: str, place: str, files: Sequence[Location], read: Callable[[], bytes]) -> bytes:
         """What `read` returns for `place` in `files`, or what it returned last time if none of them has changed."""
         name, settled = self.name(role, place, files)
         data = self.recall(name) if name else None
@@ -203,7 +203,7 @@ class RememberedFiles:
         else:
             self._new[name] = value
 
-    def name(self, role: str, place: str, files: Iterable[Path | Url]) -> tuple[bytes | None, bool]:
+    def name(self, role: str, place: str, files: Iterable[Location]) -> tuple[bytes | None, bool]:
         """The name of what is read at `place` from `files` as they are now, and whether all of them are settled.
 
         The name is None if there is no file, or if one has no version.
@@ -211,7 +211,7 @@ class RememberedFiles:
         versions: list[object] = []
         settled, now = True, time.time_ns()
         for file in files:
-            if isinstance(file, Url):
+            if is_remote(file):
                 versions.append(self._version(file))
             else:
                 try:

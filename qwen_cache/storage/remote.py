@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from errno import EINVAL
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
@@ -25,6 +25,9 @@ from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage import bounds
 from qwen_cache.storage.files import LockHeldError, cache_home, locked, unless_in_use, write_at
 from qwen_cache.text import one_line
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 # ---- protocols -------------------------------------------------------------------------------------------------------
 # The protocols of URLs: servers of files, and archives of them. Others of fsspec are refused.
@@ -177,6 +180,8 @@ class Url:
         except FileNotFoundError:
             return False
         return True
+
+    exists = is_file
 
     def glob(self, pattern: str) -> list[Url]:
         """The files in this folder that match `pattern`; none if the server does not list folders."""
@@ -376,7 +381,16 @@ def _status(error: Exception) -> int | None:
     return next((status for status in values if isinstance(status, int)), None)
 
 
-def location(address: str | Path | Url) -> Path | Url:
+Location = Path | Url
+"""A file or folder on this machine, or behind an address."""
+
+
+def is_remote(place: Location) -> TypeIs[Url]:
+    """True for what is behind an address, False for what is on this machine."""
+    return isinstance(place, Url)
+
+
+def location(address: str | Location) -> Location:
     """An address as a local path (also for `file://`) or a URL; ConfigError for a protocol that is not read."""
     if not isinstance(address, str):
         return address

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.storage import bounds
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, Url, is_remote, location
 from qwen_cache.text import parse_json
 
 # ---- store -----------------------------------------------------------------------------------------------------------
@@ -613,10 +613,10 @@ def store_of(url: Url) -> Store:
     )
 
 
-def destination(address: str | Path | Url) -> Path | Url:
+def destination(address: str | Location) -> Location:
     """The place of a cache to be written; ConfigError for a URL that cannot be."""
     place = location(address)
-    if isinstance(place, Url):
+    if is_remote(place):
         if not str(place).partition("://")[2].strip("/"):
             raise ConfigError("no bucket is named", where=place, expected="such as s3://BUCKET/NAME")
         store_of(place)

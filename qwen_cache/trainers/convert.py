@@ -28,7 +28,7 @@ from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import Config
 from qwen_cache.storage.files import whole_folder
-from qwen_cache.storage.remote import LocalCopies, Url
+from qwen_cache.storage.remote import LocalCopies, Location
 from qwen_cache.storage.stores import destination
 from qwen_cache.terminal import plural
 from qwen_cache.trainers import diffsynth, diffusion_pipe, musubi, qflux
@@ -75,7 +75,7 @@ class ImportJob:
     """None: the dtype of the first sample."""
 
     @property
-    def folder(self) -> Path | Url:
+    def folder(self) -> Location:
         return destination(self.config.cache.path)
 
     @property

@@ -45,7 +45,7 @@ from qwen_cache.settings.sections import (
     WeightedCache,
 )
 from qwen_cache.storage.files import read_file
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import plural
 from qwen_train.run import GENERATE, ToEncode
 
@@ -618,7 +618,7 @@ def _check_prompts(settings: ValidationConfig, path: str, build: str) -> None:
     file = location(path) / CONFIG_NAME
     if not file.is_file():
         return
-    data = file.read_bytes(MAX_BYTES) if isinstance(file, Url) else read_file(file, MAX_BYTES)
+    data = file.read_bytes(MAX_BYTES) if is_remote(file) else read_file(file, MAX_BYTES)
     saved = parse_yaml(data.decode("utf-8", "replace"), file)
     built = saved.get("validation") if isinstance(saved, dict) else None
     if not isinstance(built, dict):

@@ -32,7 +32,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import check_safetensors, find_fault, sealed
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.text import plain
 from qwen_train.lora.files import (
     LOHA,
@@ -387,7 +387,7 @@ def _dataset(run: RunFacts) -> Iterator[tuple[str, str]]:
             yield name.replace("_", " "), str(value)
     with suppress(QwenCacheError, OSError):
         path = location(run.config.cache.path)
-        if run.config.train.caches or isinstance(path, Url):
+        if run.config.train.caches or is_remote(path):
             return
         cache = open_configured(run.config.cache)
         if cache.identity == run.facts.get("identity"):

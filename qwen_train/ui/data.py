@@ -24,7 +24,7 @@ from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.tables import READERS
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
 from qwen_train.ui.build import Form, build_of
 from qwen_train.ui.jobs import Checks
@@ -110,7 +110,7 @@ class Sources:
     def start_check(self, source: OpenSource, form: Form) -> Check:
         """Plan the build of a form; ConfigError for a form with problems."""
         place = source.place
-        shown = str(place) if isinstance(place, Url) else self.workspace.shown(place)
+        shown = str(place) if is_remote(place) else self.workspace.shown(place)
         once = {"source": shown, "mode": "new", "rehash": False}
         command = build_of(self.workspace, form.model_copy(update=once)).plan
         check = self._checks[id(source)] = Check(self.checks, command, self.workspace.folder, source.take_check)

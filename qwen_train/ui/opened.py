@@ -33,9 +33,8 @@ from qwen_cache.sources.detect import (
 )
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import Location
 from qwen_cache.sources.rows import Draft, Readable
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, is_remote
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checked, Checks
 from qwen_train.ui.scan import Scan, areas
@@ -71,7 +70,7 @@ def readable(entry: Entry, is_inside: IsInside) -> Entry:
 
     def checked(image: Readable) -> Readable:
         files = getattr(image, "files", ())
-        is_here = all(is_inside(file) for file in files if isinstance(file, Path))
+        is_here = all(is_inside(file) for file in files if not is_remote(file))
         return image if is_here else Outside(str(image))
 
     target, mask = (None if image is None else checked(image) for image in (entry.target, entry.mask))
@@ -381,7 +380,7 @@ class OpenSource:
             settings = reading(self.data)
             while True:
                 edits, stamp, needs = self._edits, self._stamp_now(), needs_of(**settings)
-                if isinstance(self.place, Path):
+                if not is_remote(self.place):
                     check_links(self.place, self.workspace.is_inside)
                 drafts, empty = drafts_of(self.place, needs), settings["allow_empty_prompt"]
                 with without_gc():
@@ -424,7 +423,7 @@ class OpenSource:
 
     def _files(self) -> Sequence[Path]:
         """The folders and files that change when the source does."""
-        if isinstance(self.place, Url):
+        if is_remote(self.place):
             return ()
         if not self.place.is_dir():
             return (self.place,)
@@ -561,7 +560,7 @@ class OpenSource:
             return self._editor
 
     def _opened_editor(self) -> Editor | SourceError:
-        if isinstance(self.place, Url):
+        if is_remote(self.place):
             do = "copy it to a disk, and open the copy"
             return SourceError("a source behind an address can be looked at, not edited", where=self.place, do=do)
         try:
@@ -634,5 +633,5 @@ class _Changing:
 
 def _watch(image: Readable) -> list[Path]:
     """The folder of an image in a file of its own, or the file that holds it."""
-    files = [file for file in getattr(image, "files", ()) if isinstance(file, Path)]
+    files = [file for file in getattr(image, "files", ()) if not is_remote(file)]
     return [file if str(file) != str(image) else file.parent for file in files]

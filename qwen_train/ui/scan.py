@@ -31,7 +31,7 @@ from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.files import replace, unless_in_use
 from qwen_cache.storage.remembered import RememberedFiles
-from qwen_cache.storage.remote import Url
+from qwen_cache.storage.remote import Location, is_remote
 from qwen_train.ui.workspace import decoded
 
 # ---- scan ------------------------------------------------------------------------------------------------------------
@@ -325,8 +325,8 @@ def roles_of(entry: Entry) -> list[str]:
 
 def version_of(image: Readable) -> str:
     """A name of the bytes of an image that changes with its files; those on servers count as they were listed."""
-    files: Sequence[Path | Url] = getattr(image, "files", ())
-    states = [str(file) if isinstance(file, Url) else _state(file) for file in files]
+    files: Sequence[Location] = getattr(image, "files", ())
+    states = [str(file) if is_remote(file) else _state(file) for file in files]
     return content_hash(f"{image}\0{states}".encode("utf-8", "surrogateescape"))
 
 

@@ -25,7 +25,7 @@ from qwen_cache.settings.describe import Setting, all_settings, other_names
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.sources.images import upright_size
-from qwen_cache.storage.remote import Url, location
+from qwen_cache.storage.remote import Location, is_remote, location
 
 # ---- workspace -------------------------------------------------------------------------------------------------------
 # The opened folder: its settings, the state of the UI in it, and which files may be read and written.
@@ -82,10 +82,10 @@ class Workspace:
     def _has(self, resolved: Path) -> bool:
         return any(resolved.is_relative_to(each) for each in (self.folder, *self.allowed))
 
-    def location(self, text: str) -> Path | Url:
+    def location(self, text: str) -> Location:
         """A path of `inside`, or a URL."""
         place = location(text)
-        return place if isinstance(place, Url) else self.inside(place)
+        return place if is_remote(place) else self.inside(place)
 
     def shown(self, path: Path) -> str:
         """A path as it is typed in the folder: relative if it is inside, and never like an option."""
