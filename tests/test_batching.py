@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from qwen_cache.encode import lanes as micro_batches
-from qwen_cache.encode.lanes import MEMORY_FRACTION, Batcher, Lane, MemoryBudget, Turns
+from qwen_cache.encode.lanes import MEMORY_FRACTION, Batcher, Encoder, Lane, MemoryBudget, Turns
 from qwen_cache.errors import DeviceError, SourceError
 
 from .support.waiting import HANG
@@ -26,7 +26,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @dataclass
-class Recorder:
+class Recorder(Encoder[int, int]):
     """An encoder that negates numbers, and has room for so much at once."""
 
     room: float = float("inf")

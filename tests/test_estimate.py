@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from qwen_cache import open_cache
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.sample import token_count
 
@@ -31,16 +30,16 @@ class Clock:
         self.now = 0.0
 
 
-class TimedLanes(AbstractContextManager[Any]):
+class TimedLanes(RunningEncoders):
     """In place of the encoders: each image token takes its time, and the first sample more."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.warm_up, self.done = clock, WARM_UP, 0
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
-    def submit(self, sample: PlannedSample) -> PlannedSample:
+    def submit(self, sample: PlannedSample, known: object = None) -> PlannedSample:
         return sample
 
     def result(self, sample: PlannedSample) -> None:

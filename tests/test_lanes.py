@@ -90,7 +90,8 @@ class Build:
             plan = builder.plan_build(self.job, existing)
             assert not plan.problems
             update = builder.make_update(self.job, existing, plan)
-            return len(write.run(self.job, update, plan.missing, Encoders(self.load_lanes, IN_FLIGHT)).made)
+            with Encoders(self.load_lanes, IN_FLIGHT) as encoders:
+                return len(write.run(self.job, update, plan.missing, encoders).made)
 
     def load_lanes(self, job: BuildJob) -> Lanes:
         vae: Any = self.encoders["vae"]

@@ -11,7 +11,8 @@ import torch
 
 from qwen_cache import terminal
 from qwen_cache.cli.build import progress_line
-from qwen_cache.encode.lanes import Batch, Lane, LaneState, WorkItem
+from qwen_cache.encode.builder import LaneState
+from qwen_cache.encode.lanes import Batch, Encoder, Lane, WorkItem
 from qwen_cache.encode.write import Progress
 from qwen_cache.terminal import counting, progress, set_verbosity
 from qwen_train.run import Launch, silence_others
@@ -107,7 +108,7 @@ def test_only_the_main_process_of_a_run_writes(file: Path) -> None:
 
 
 def test_lanes_and_workers_of_a_build(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lanes = [LaneState("vae-0", "cuda:0", 24, 0.834), LaneState("text-0", "cuda:1", 1, 0.4)]
+    lanes = [LaneState("vae-0", "cuda:0", 24, 0.834, 3), LaneState("text-0", "cuda:1", 1, 0.4, 1)]
     with progress_line("encoding", 40, lambda: lanes) as show:
         show(Progress(12))
     assert document(file)["lanes"] == [
@@ -125,19 +126,19 @@ def test_a_lane_knows_its_work_and_its_time(monkeypatch: pytest.MonkeyPatch) -> 
     clock = [100.0]
     monkeypatch.setattr("qwen_cache.encode.lanes.time.monotonic", lambda: clock[0])
 
-    class Encoder:
+    class Sleeping(Encoder[int, int]):
         device = torch.device("cpu")
 
         def encode(self, items: list[int]) -> list[int]:
             clock[0] += 3.0
             return items
 
-    lane: Lane[int, int] = Lane(Encoder(), "vae-0")
+    lane: Lane[int, int] = Lane(Sleeping(), "vae-0")
     items = [WorkItem[int, int](inputs, lambda n: n, 1) for inputs in (_done(1), _done(2))]
     lane.send(Batch(0, items, 2))
     lane.thread.shutdown(wait=True)
     clock[0] += 9.0
-    assert lane.state == LaneState("vae-0", "cpu", 2, 0.25)
+    assert lane.state == LaneState("vae-0", "cpu", 2, 0.25, 1)
 
 
 def _done(value: int) -> Any:

@@ -103,7 +103,8 @@ def test_samples_of_many_clients_are_encoded_together(job_at: Jobs) -> None:
         keys = list(clients.map(lambda each: engine.submit(engine.plan(each), 1)[0].key, rows))
         go.set()
         assert {engine.reached(key, State.ENCODED).result(WAIT).problem for key in keys} == {None}
-        wait_until(lambda: engine.batches() == {"vae-0": (2, 16), "text-0": (1, 8)})  # counted a moment later
+        batches = [("vae-0", 2, 16), ("text-0", 1, 8)]
+        wait_until(lambda: [(lane.name, lane.batches, lane.done) for lane in engine.states()] == batches)
 
 
 def test_a_sample_of_another_cache_is_copied_or_encoded_if_it_is_damaged(job_at: Jobs) -> None:

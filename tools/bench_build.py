@@ -47,7 +47,7 @@ from transformers.utils import logging
 from qwen_cache import open_cache
 from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import BuildJob, Encoders
-from qwen_cache.encode.lanes import Lanes
+from qwen_cache.encode.lanes import Encoder, Lanes
 from qwen_cache.encode.preflight import TEXT_BATCH_TOKENS, VAE_BATCH_PIXELS
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
@@ -250,14 +250,15 @@ def build_ours(vae: Any, text: Any, job: BuildJob, out: Path) -> None:
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems
         update = builder.make_update(job, existing, plan)
-        write.run(job, update, plan.missing, Encoders(lambda job: make_lanes(vae, text, job)))
+        with Encoders(lambda job: make_lanes(vae, text, job)) as encoders:
+            write.run(job, update, plan.missing, encoders)
 
 
 def make_lanes(vae: Any, text: Any, job: BuildJob) -> Lanes:
     return Lanes([vae], [text], recipe_id(job.recipe), job.condition_image_size, job.format_version)
 
 
-class UnsharedPrefix:
+class UnsharedPrefix(Encoder[TextRequest, EncodedText]):
     """A text encoder without a shared prefix: it encodes the images once for each of the two prompts."""
 
     def __init__(self, text: TextEncoder) -> None:
@@ -285,7 +286,7 @@ class ExclusiveEncoder:
             with self.lock:
                 return method(*arguments)
 
-        return call if name == "encode" else method
+        return call if name in ("encode", "encode_beside") else method
 
 
 def make_ways(encoders: Networks, job: BuildJob) -> dict[str, Way]:

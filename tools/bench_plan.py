@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +32,7 @@ from PIL import Image
 
 from qwen_cache.cli.build import run_build
 from qwen_cache.encode import builder, write
-from qwen_cache.encode.builder import BuildJob, Encoders
+from qwen_cache.encode.builder import BuildJob, Encoders, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash, recipe_id
@@ -64,16 +63,16 @@ def write_pairs(folder: Path, pairs: int, side: int) -> None:
         (folder / "target_images" / f"{i:06}.txt").write_text(f"change number {i}")
 
 
-class Zeros(AbstractContextManager["Zeros"]):
+class Zeros(RunningEncoders):
     """In place of the encoders."""
 
     def __init__(self, job: BuildJob) -> None:
         self.recipe, self.width = recipe_id(job.recipe), job.model.text_width
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
-    def submit(self, sample: PlannedSample) -> PlannedSample:
+    def submit(self, sample: PlannedSample, known: object = None) -> PlannedSample:
         return sample
 
     def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
@@ -92,7 +91,8 @@ def fill(config: Config, source: str) -> None:
         existing = builder.load_existing(job)
         plan = builder.plan_build(job, existing)
         assert not plan.problems, plan.problems[:3]
-        write.run(job, builder.make_update(job, existing, plan), plan.to_encode, Encoders(Zeros))
+        with Encoders(Zeros) as encoders:
+            write.run(job, builder.make_update(job, existing, plan), plan.to_encode, encoders)
 
 
 # ---- one plan --------------------------------------------------------------------------------------------------------

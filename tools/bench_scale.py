@@ -207,7 +207,8 @@ def build_one_more(folder: Path) -> None:
     with directory.writing(job.folder):
         existing = builder.load_existing(job)
         plan = builder.plan_build(job, existing)
-        report = write.run(job, builder.make_update(job, existing, plan), plan.missing, Encoders(Zeros))
+        with Encoders(Zeros) as encoders:
+            report = write.run(job, builder.make_update(job, existing, plan), plan.missing, encoders)
     assert len(report.made) == 1, report
 
 

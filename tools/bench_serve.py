@@ -26,7 +26,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
 from threading import Event, Lock
@@ -44,7 +43,7 @@ from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.format import directory
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.client import Client
-from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoding, prepare_at
+from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoders, prepare_at
 from qwen_cache.service.engine import State
 from qwen_cache.service.routes import States
 from qwen_cache.settings.load import load_config
@@ -149,7 +148,7 @@ def load(server: Server, job: BuildJob, built: Path, requests: int, clients: int
     keys, stored, asked, lock = list(rows), set[str](), set[str](), Lock()
     server.start()
     server.wait_until_ready()
-    encoding = ServerEncoding(client := Client(server.url), job)
+    encoding = ServerEncoders(client := Client(server.url), job)
 
     def request(number: int) -> None:
         key = random.Random(number).choice(keys)
@@ -222,18 +221,22 @@ def throughput(model: Path, source: Path, folder: Path, repeats: int, encoder_se
     config = load_config(None, [*SETTINGS, f"model.path={model}", f"cache.path={folder / 'none'}"])
     local = builder.prepare_build(config, str(source))
     rates: dict[str, list[float]] = {"build": [], "build --at": []}
-    with load_lanes(local) as lanes:
+    with Encoders(load_lanes) as encoders:
+        encoders.running(local)
         for repeat in range(repeats + 1):  # the first round warms up
             here = folder / f"here-{repeat}"
-            rates["build"].append(_rate(_job(config, source, here), Encoders(lambda _: nullcontext(lanes))))
+            rates["build"].append(_rate(_job(config, source, here), encoders))
             server = Server(model, folder / f"pool-{repeat}", (), encoder_seconds)
             server.start()
             server.wait_until_ready()
-            with Client(server.url) as client:
+            with (
+                Client(server.url) as client,
+                Encoders(lambda job: ServerEncoders(client, job), IN_FLIGHT) as remote,
+            ):
                 at = prepare_at(
                     config.model_copy(update={"cache": _path(config, folder / f"at-{repeat}")}), str(source), client
                 )
-                rates["build --at"].append(_rate(at, Encoders(lambda job: ServerEncoding(client, job), IN_FLIGHT)))
+                rates["build --at"].append(_rate(at, remote))
             server.end(signal.SIGTERM)
     means = {name: statistics.median(values[1:]) for name, values in rates.items()}
     return {"samples_per_second": means, "ratio": means["build --at"] / means["build"]}
@@ -270,7 +273,8 @@ def main() -> None:
         write_source(folder / "source", options.samples)
         config = load_config(None, [*SETTINGS, f"model.path={options.model}", f"cache.path={folder / 'built'}"])
         job = builder.prepare_build(config, str(folder / "source"))
-        _rate(job, Encoders(load_lanes))
+        with Encoders(load_lanes) as encoders:
+            _rate(job, encoders)
         empty = _job(config, folder / "source", folder / "nothing")
         counts = (options.requests, options.clients)
         report: dict[str, Any] = {}

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from qwen_cache.encode import builder, write
 from qwen_cache.encode.builder import (
     BuildJob,
     Encoders,
-    Encoding,
+    LaneState,
     Look,
     bytes_to_write,
     disk_bytes,
@@ -24,7 +24,7 @@ from qwen_cache.encode.builder import (
 )
 from qwen_cache.encode.check import plan_repair
 from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.known_latents import KnownLatents, WithKnownLatents
+from qwen_cache.encode.known_latents import KnownLatents
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.preflight import (
     DevicePlan,
@@ -40,7 +40,7 @@ from qwen_cache.encode.preflight import (
     unusable_rows,
 )
 from qwen_cache.encode.recipe import EditMasks, ReusableSamples, reusable_samples, save_settings
-from qwen_cache.encode.validation import is_wanted, loaded_once, prepare_with_validation
+from qwen_cache.encode.validation import is_wanted, prepare_with_validation
 from qwen_cache.encode.write import Progress
 from qwen_cache.errors import (
     ConfigError,
@@ -78,7 +78,6 @@ from qwen_cache.terminal import (
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
-    from qwen_cache.encode.lanes import LaneState
     from qwen_cache.service.client import Client
     from qwen_cache.terminal import PlainConsole
 
@@ -102,7 +101,10 @@ def progress_line(
 
     def for_programs() -> list[dict[str, Any]]:
         workers = [{"name": name, "samples_per_second": round(rate, 3)} for name, rate in rates.items()]
-        return [*workers, *({**asdict(lane), "busy": round(lane.busy, 2)} for lane in lanes())]
+        return workers + [
+            {"name": each.name, "device": each.device, "done": each.done, "busy": round(each.busy, 2)}
+            for each in lanes()
+        ]
 
     with progress(below=below, lanes=for_programs) as bar:
         task = bar.add_task(what, total=total, count="")
@@ -153,7 +155,8 @@ class Task:
     job: BuildJob
     plan: BuildPlan
     update: Update
-    cached: ReusableSamples
+    reusable: ReusableSamples
+    """Cached samples of which only the mask is new."""
     obstacles: list[QwenCacheError]
     """Why it cannot start."""
     is_repair: bool = False
@@ -200,7 +203,7 @@ def run_build(
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
     if at is not None:
-        planned = partial(plan_build, replace_recipe=replace_recipe, takes_latents=False)
+        planned = partial(build_task, replace_recipe=replace_recipe, takes_latents=False)
         return _build_at(config, at, planned, dry_run=dry_run, check=check, alone=only_validation, as_json=as_json)
     if not dry_run:
         require("torch")
@@ -211,7 +214,7 @@ def run_build(
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation, here=ray is None)
     if repair:
         jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
-    make = _plan_repair if repair else partial(plan_build, replace_recipe=replace_recipe, takes_latents=ray is None)
+    make = repair_task if repair else partial(build_task, replace_recipe=replace_recipe, takes_latents=ray is None)
 
     def plan(job: BuildJob) -> Task:
         return make(job) if ray is not None else _with_devices(make(job), always=dry_run)
@@ -233,10 +236,10 @@ def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
     """A client of the server `at`, and its encoders; without any on this machine."""
     require("aiohttp")
     from qwen_cache.service.client import Client
-    from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoding
+    from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoders
 
     with Client(at) as client:
-        yield client, Encoders(lambda job: ServerEncoding(client, job), IN_FLIGHT)
+        yield client, Encoders(lambda job: ServerEncoders(client, job), IN_FLIGHT)
 
 
 def _build_at(
@@ -264,7 +267,12 @@ def _build_locked(jobs: Sequence[BuildJob], make: Callable[[BuildJob], Task], en
     with ExitStack() as locks:
         for job in jobs:
             locks.enter_context(directory.writing(job.folder))
-        return build(list(map(make, jobs)), encoders, as_json)
+        tasks = list(map(make, jobs))
+        with encoders:
+            code, results = build(tasks, encoders)
+        if as_json and results:
+            _print_results(tasks, results)
+        return code
 
 
 def is_main(job: BuildJob) -> bool:
@@ -281,7 +289,7 @@ def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool
         raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
 
 
-def plan_build(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> Task:
+def build_task(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> Task:
     """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe.
 
     `takes_latents`: whether the encoders can use known latents.
@@ -289,8 +297,8 @@ def plan_build(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> T
     existing = builder.load_existing(job)
     with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
         plan = builder.plan_build(job, existing, lambda: on_rows(1))
-    cached = reusable_samples(job.config, job.recipe, existing, job.recipe_name, plan.missing)
-    plan = builder.without_encoder(job, existing, plan, cached)
+    reusable = reusable_samples(job.config, job.recipe, existing, job.recipe_name, plan.missing)
+    plan = builder.without_encoder(job, existing, plan, reusable)
     update = builder.make_update(job, existing, plan)
     may_replace = replace_recipe or not is_main(job)  # a validation cache is small
     obstacles = [
@@ -300,10 +308,10 @@ def plan_build(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> T
     ]
     to_encode = plan.to_encode if takes_latents else []
     known = KnownLatents.of(job, existing, to_encode)
-    return Task(job, plan, update, cached, [error for error in obstacles if error], known=known)
+    return Task(job, plan, update, reusable, [error for error in obstacles if error], known=known)
 
 
-def _plan_repair(job: BuildJob) -> Task:
+def repair_task(job: BuildJob) -> Task:
     """Plan a repair."""
     with counting("verifying", in_bytes=True) as on_bytes:
         repair = plan_repair(job, on_bytes)
@@ -354,16 +362,13 @@ def _print_results(tasks: Sequence[Task], results: Sequence[dict[str, Any]]) -> 
     print_json(value)
 
 
-def build(tasks: Sequence[Task], encoders: Encoders, as_json: bool) -> int:
-    """Print the plans, and carry them out unless there are obstacles; return the exit code."""
+def build(tasks: Sequence[Task], encoders: Encoders) -> tuple[int, list[dict[str, Any]]]:
+    """Print the plans, and carry them out unless there are obstacles; the exit code, and the result of each as JSON."""
     _print_plans(tasks, [None] * len(tasks))
     if (refused := _refused(tasks)) is not None:
-        return refused
-    with loaded_once(encoders) as shared:
-        results = [_carry_out(task, shared) for task in tasks]
-    if as_json:
-        _print_results(tasks, results)
-    return _left_damaged(tasks)
+        return refused, []
+    results = [_carry_out(task, encoders) for task in tasks]
+    return _left_damaged(tasks), results
 
 
 def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
@@ -411,28 +416,21 @@ def _left_damaged(tasks: Sequence[Task]) -> int:
 
 def _run(task: Task, encoders: Encoders) -> write.Report:
     """Encode with a progress line; when interrupted, print how many samples are kept."""
-    now, plan, loaded = Progress(0), task.plan, list[Encoding]()
+    now, plan = Progress(0), task.plan
     missing = plan.missing
     what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
 
-    def load(job: BuildJob) -> Encoding:
-        loaded.append(encoders.load(job))
-        return loaded[-1]
-
-    def lanes() -> list[LaneState]:
-        return [lane.state for each in loaded for lane in getattr(each, "every_lane", ())]
-
     try:
-        with progress_line(what, len(missing), lanes) as show:
+        with progress_line(what, len(missing), encoders.states if plan.to_encode else list) as show:
 
             def update(progress: Progress) -> None:
                 nonlocal now
                 now = progress
                 show(progress)
 
-            loading = replace(encoders, load=_loader(task, replace(encoders, load=load)))
             again = partial(builder.update_of_slice, task.job, plan) if task.job.slice and not task.is_repair else None
-            return write.run(task.job, task.update, missing, loading, update, plan.new_masks, again)
+            known, reusable = task.known.find, task.reusable
+            return write.run(task.job, task.update, missing, encoders, update, again, known=known, reusable=reusable)
     except BaseException:
         if now.finished:
             total = plural(len(missing), "sample")
@@ -440,28 +438,10 @@ def _run(task: Task, encoders: Encoders) -> write.Report:
         raise
 
 
-def _loader(task: Task, encoders: Encoders) -> Callable[[BuildJob], Encoding]:
-    """A function that loads the encoders; if some samples only need a new mask, once another sample needs encoding.
-
-    Images whose latents are known are not encoded again.
-    """
-
-    def lanes(job: BuildJob) -> Encoding:
-        loaded = encoders.load(job)
-        return WithKnownLatents(loaded, task.known) if task.known.places else loaded
-
-    def load(job: BuildJob) -> Encoding:
-        from qwen_cache.encode.masks import MaskUpdateLanes
-
-        return MaskUpdateLanes(job, task.cached, lanes)
-
-    return load if any(task.cached.row_for(sample) for sample in task.plan.missing) else lanes
-
-
 def _counts(task: Task, report: write.Report) -> dict[str, int]:
     """The number of missing samples by how they were made; a sample whose copy was damaged counts as encoded."""
     plan, made = task.plan, [sample for sample in task.plan.missing if sample.key in report.made]
-    masks, kept = sum(task.cached.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
+    masks, kept = sum(task.reusable.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
     copied = len(plan.missing) - len(made) - kept
     return dict(zip(WORK, (len(made) - masks, copied, kept, masks), strict=True))
 
@@ -649,8 +629,8 @@ def run_watch(config: Config, at: str | None, seconds: float, given: Sequence[st
     """
     _check(config, given)
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
-    with _preparing(config, at) as (prepare, encoders), loaded_once(encoders) as shared:
-        watch = Watch(prepare, shared)
+    with _preparing(config, at) as (prepare, encoders), encoders:
+        watch = Watch(prepare, encoders)
         console().print(f"watching {verbatim(config.data.source)}; Ctrl-C ends it")
         while True:
             if code := watch.look():
@@ -716,8 +696,8 @@ class Watch:
         if not job.rows or not (wanted or any(not job.keeps(name) for name in plan.removed)):
             return 0
         with directory.writing(job.folder):
-            task = plan_build(job, replace_recipe=False, takes_latents=self._encoders.takes_latents)
-            return build([task], self._encoders, as_json=False)
+            task = build_task(job, replace_recipe=False, takes_latents=self._encoders.takes_latents)
+            return build([task], self._encoders)[0]
 
     def _print_problems(self, problems: Sequence[Problem]) -> None:
         """Print those that two looks found, once."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 import pyarrow.compute as pc
@@ -46,6 +47,9 @@ from qwen_cache.storage.remote import LocalCopies, Location, is_remote, location
 from qwen_cache.storage.stores import destination
 from qwen_cache.terminal import human_bytes, plural
 
+if TYPE_CHECKING:
+    import torch
+
 # ---- builder ---------------------------------------------------------------------------------------------------------
 # Build: plan a cache equal to its source under one recipe, encoding only what is missing.
 #
@@ -53,8 +57,6 @@ from qwen_cache.terminal import human_bytes, plural
 #
 # A second build of the same source does nothing. A build that returns to earlier settings reuses the samples in
 # replaced shards, while those exist.
-
-IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
 
 
 @dataclass(frozen=True)
@@ -114,60 +116,6 @@ class BuildJob:
         return int(self.config.cache.format.removeprefix("v"))
 
 
-Chunk = tuple[PlannedSample, ...]
-"""The samples of one shard that a worker writes."""
-
-
-class Encoding(Protocol):
-    """The running encoders of this machine. Callers take results in the order of submission."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def submit(self, sample: PlannedSample) -> Any: ...
-
-    def result(self, work: Any) -> tuple[SampleMeta, dict[str, memoryview]]: ...
-
-
-@dataclass(frozen=True)
-class WorkersState:
-    """What workers have written into shards that are not complete yet, and the samples per second of each worker."""
-
-    samples: int
-    bytes: int
-    rates: Mapping[str, float]
-
-
-class Writers(Protocol):
-    """Workers with encoders of their own, which write shards."""
-
-    @property
-    def count(self) -> int:
-        """How many workers there are."""
-        ...
-
-    def write(
-        self, chunks: Sequence[Chunk], destination: Destination, on_state: Callable[[WorkersState], None]
-    ) -> Iterator[Stored]:
-        """A shard of each chunk, as they are completed."""
-        ...
-
-
-@dataclass(frozen=True)
-class Encoders:
-    """How to load the encoders when needed, and how many samples to submit before taking the first result."""
-
-    load: Callable[[BuildJob], Encoding]
-    in_flight: int = IN_FLIGHT
-    takes_latents: bool = False
-    """True if `submit` takes known latents, as `Lanes` does."""
-    writers: Callable[[BuildJob], AbstractContextManager[Writers]] | None = None
-    """How to start workers that encode in place of this process; `load` then only serves new masks."""
-
-
 def prepare_build(
     config: Config,
     source: str | None,
@@ -180,32 +128,17 @@ def prepare_build(
 
     `model` is that of `fitting_model`, if it was called before. `here`: this machine encodes, not a cluster.
     """
-    folder = destination(config.cache.path)
-    if directory.is_same(location(source or config.data.source), folder):
+    folder, source = destination(config.cache.path), source or config.data.source
+    if directory.is_same(location(source), folder):
         what = "the cache would be among the images that it is made from"
         raise ConfigError(what, where=config.cache.path, do="choose another folder with --out")
     model = model or fitting_model(config)
     masks = EditMasks.of(config)
-    source_rows = read_rows(config, source or config.data.source, model, lambda rows: check_prompts(model, rows))
-    left_out = sum(row.mask is not None for row in source_rows.rows) if config.cache.format == "v1" else 0
     keeps_masks = config.cache.format != "v1" and masks.source != "none"
-    rows = as_encoded(source_rows.rows, masks=keeps_masks, phrases=masks.attend, marked=config.data.marked_phrases)
+    check = partial(check_prompts, model)
+    job = read_job(config, source, folder, model, check, masks=keeps_masks, phrases=masks.attend)
     recipe, encoders = recipe_of_build(config, model, on_bytes, here=here)
-    return BuildJob(
-        config,
-        folder,
-        model,
-        recipe,
-        rows,
-        source_rows.problems,
-        left_out,
-        source_rows.slice,
-        source_rows.sliced,
-        source or config.data.source,
-        source_rows.left_out,
-        source_rows.notices,
-        encoders,
-    )
+    return replace(job, recipe=recipe, vae_encoders=encoders)
 
 
 def prepare_service(config: Config, on_bytes: Callable[[int], None] = lambda _: None) -> BuildJob:
@@ -259,41 +192,47 @@ def check_family(model: ModelFolder, config: Config) -> None:
         raise ConfigError(f"format v1 cannot hold a cache of {family.name}", do="build with --format v2")
 
 
-@dataclass(frozen=True)
-class SourceRows:
-    """The usable rows of a source, or of a slice of it."""
-
-    rows: list[Row]
-    problems: list[Problem]
-    """The problems of the unusable rows."""
-    slice: SourceSlice | None
-    sliced: SlicedSource | None
-    """All rows, if there is a slice."""
-    left_out: int
-    """How many rows the source leaves out, of all slices."""
-    notices: tuple[Notice, ...] = ()
-    """Facts about rows that are used all the same, of all slices."""
-
-
 @without_gc()
-def read_rows(
-    config: Config, source: str, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]
-) -> SourceRows:
-    """Read `source` with the settings `config.data`; a row in which `check` finds a problem is not usable."""
+def read_job(
+    config: Config,
+    source: str,
+    folder: Location,
+    model: ModelFolder,
+    check: Callable[[list[Row]], list[Problem]],
+    *,
+    masks: bool,
+    phrases: bool,
+) -> BuildJob:
+    """A job without a recipe: the rows of `source` for the settings `config.data`, of the slice that these name.
+
+    A row in which `check` finds a problem is not usable. `masks` and `phrases` are those of `as_encoded`.
+    """
     settings = reading(config.data, model) | {"captions": Captions.of(config.data)}
     content = read_content(location(source), **settings)
-    every, problems, left_out, notices = content.rows, content.problems, content.left_out, content.notices
-    source_slice, sliced, rows = SourceSlice.parse(config.data.slice) if config.data.slice else None, None, every
+    rows, problems = content.rows, content.problems
+    source_slice, sliced = SourceSlice.parse(config.data.slice) if config.data.slice else None, None
     if source_slice:
-        rows = source_slice.take(every)
-        positions = {row.name: i for i, row in enumerate(every)}
+        positions = {row.name: i for i, row in enumerate(rows)}
+        rows = source_slice.take(rows)
         sliced = SlicedSource(positions, frozenset(row.name for row in rows), is_complete=not problems)
         problems = source_slice.take(problems)
-    del every, content
     if unusable := check(rows):
         places = {problem.where for problem in unusable}
         rows = [row for row in rows if row.where not in places]
-    return SourceRows(rows, [*problems, *unusable], source_slice, sliced, left_out, notices)
+    return BuildJob(
+        config,
+        folder,
+        model,
+        {},
+        as_encoded(rows, masks=masks, phrases=phrases, marked=config.data.marked_phrases),
+        [*problems, *unusable],
+        masks_left_out=sum(row.mask is not None for row in rows) if config.cache.format == "v1" else 0,
+        slice=source_slice,
+        sliced=sliced,
+        source=source,
+        rows_left_out=content.left_out,
+        notices=content.notices,
+    )
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool, marked: bool | None) -> list[Row]:
@@ -425,14 +364,14 @@ def _text_rows(job: BuildJob) -> Callable[[str, Sequence[Size]], int]:
     return count
 
 
-def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, cached: ReusableSamples) -> BuildPlan:
+def without_encoder(job: BuildJob, existing: Existing, plan: BuildPlan, reusable: ReusableSamples) -> BuildPlan:
     """The plan with the missing samples that need no encoder: left by an interrupted build, in a replaced shard or in a
-    cache of `cache.reuse`, or `cached` with another mask."""
+    cache of `cache.reuse`, or `reusable` with another mask."""
     keys = {sample.key for sample in plan.missing}
     finished = finished_samples(job.folder, existing.manifest, staging_name(job), keys)
     other, reused = other_caches(job).copies(keys - finished.interrupted - finished.replaced)
     found = finished.interrupted | finished.replaced | other
-    masks = {sample.key for sample in plan.missing if sample.key not in found and cached.row_for(sample) is not None}
+    masks = {sample.key for sample in plan.missing if sample.key not in found and reusable.row_for(sample) is not None}
     return replace(
         plan, kept=finished.interrupted, to_copy=finished.replaced | other, new_masks=frozenset(masks), reused=reused
     )
@@ -472,6 +411,151 @@ def _of_other_slices(job: BuildJob, existing: Existing) -> KeyedRows:
     rows = existing.of_recipe(job.recipe_name)
     is_same = existing.recipes.get(job.recipe_name) == job.recipe
     return rows.at(rows.positions[[is_same and job.keeps(name) for name in rows.each("name")]])
+
+
+# ---- encoders --------------------------------------------------------------------------------------------------------
+# The encoders of builds: those of this machine, those of a server, or workers that encode and write shards.
+
+IN_FLIGHT = 16  # samples ahead of the writer: enough for uneven lanes; about 300 MB of pixels at a megapixel
+
+FindLatents = Callable[[str, Size], "Callable[[], torch.Tensor] | None"]
+"""For an image file's hash and a size in pixels, a function that reads the latents `[S, 64]`; None to encode them."""
+
+Encoded = tuple[SampleMeta, dict[str, memoryview]]
+"""A sample's metadata and the bytes of its tensors."""
+
+Chunk = tuple[PlannedSample, ...]
+"""The samples of one shard that a worker writes."""
+
+
+@dataclass(frozen=True)
+class LaneState:
+    """How far one copy of an encoder is."""
+
+    name: str
+    """Such as `vae-0`."""
+    device: str
+    done: int
+    """Images that the VAE has encoded, or prompts that the text encoder has."""
+    busy: float
+    """The share of the time since it was loaded in which it encoded."""
+    batches: int
+    """How many batches these were."""
+
+
+class RunningEncoders(Protocol):
+    """Loaded encoders, which the block ends. `Lanes` has those of this machine, `ServerEncoders` those of a server.
+
+    Callers take results in the order of submission.
+    """
+
+    def submit(self, sample: PlannedSample, known: FindLatents | None = None) -> Any:
+        """Begin to encode a sample; returns what `result` takes. `known` is used if `Encoders.takes_latents` is."""
+        ...
+
+    def result(self, work: Any) -> Encoded:
+        """Wait for a sample; raises its error if it failed."""
+        ...
+
+    def states(self) -> list[LaneState]:
+        """How far each copy of an encoder on this machine is."""
+        return []
+
+    def close(self) -> None:
+        """Drop the work that has not started, and end."""
+        ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class WorkersState:
+    """What workers have written into shards that are not complete yet, and the samples per second of each worker."""
+
+    samples: int
+    bytes: int
+    rates: Mapping[str, float]
+
+
+class Workers(Protocol):
+    """Processes with encoders of their own, which write shards."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        ...
+
+    def write(
+        self, chunks: Sequence[Chunk], destination: Destination, on_state: Callable[[WorkersState], None]
+    ) -> Iterator[Stored]:
+        """A shard of each chunk, as they are completed."""
+        ...
+
+
+class Encoders:
+    """The encoders that builds with one recipe share: loaded when a sample first needs them, ended with the block."""
+
+    def __init__(
+        self,
+        load: Callable[[BuildJob], RunningEncoders],
+        in_flight: int = IN_FLIGHT,
+        *,
+        takes_latents: bool = False,
+        start_workers: Callable[[BuildJob], AbstractContextManager[Workers]] | None = None,
+    ) -> None:
+        """`in_flight` samples are submitted before the first result is taken; `takes_latents` is true if `submit` uses
+        the latents of caches. Workers encode in place of this process."""
+        self.in_flight, self.takes_latents, self.has_workers = in_flight, takes_latents, start_workers is not None
+        self._load, self._start_workers = load, start_workers
+        self._running: RunningEncoders | None = None
+        self._workers: Workers | None = None
+        self._opened = ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def running(self, job: BuildJob) -> RunningEncoders:
+        """The loaded encoders."""
+        if self._running is None:
+            self._running = self._opened.enter_context(self._load(job))
+        return self._running
+
+    def workers(self, job: BuildJob) -> Workers:
+        """The started workers; only if `has_workers`."""
+        if self._workers is None:
+            assert self._start_workers is not None
+            self._workers = self._opened.enter_context(self._start_workers(job))
+        return self._workers
+
+    def states(self) -> list[LaneState]:
+        """The states of the running encoders."""
+        return self._running.states() if self._running else []
+
+
+Item = TypeVar("Item")
+Begun = TypeVar("Begun")
+
+
+def ahead(
+    items: Iterable[Item], begin: Callable[[Item], Begun], in_flight: int = IN_FLIGHT
+) -> Iterator[tuple[Item, Begun]]:
+    """Each item with what `begin` returned for it, which is called for up to `in_flight` items ahead."""
+    waiting: deque[tuple[Item, Begun]] = deque()
+    for item in items:
+        waiting.append((item, begin(item)))
+        if len(waiting) >= in_flight:
+            yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
 
 
 # ---- estimate --------------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ import pyarrow.compute as pc
 from pydantic import ValidationError
 
 from qwen_cache.encode.builder import (
-    IN_FLIGHT,
     BuildJob,
-    Encoding,
-    as_encoded,
+    RunningEncoders,
+    ahead,
     check_prompts,
     fitting_model,
     load_every_row,
-    read_rows,
+    read_job,
     rules,
     staging_name,
 )
@@ -223,9 +223,9 @@ def prepare(cache: Cache, settings: Config, source: str, on_bytes: Callable[[int
             do=f"name the model of the cache with --model; it was written by qwen-cache {written_by}",
         )
     masks = cache.table["mask"].null_count < len(cache)
-    read = read_rows(config, source, model, lambda rows: check_prompts(model, rows))
-    rows = as_encoded(read.rows, masks=masks, phrases=EditMasks.of(config).attend, marked=config.data.marked_phrases)
-    return BuildJob(config, Path(), model, recipe, rows, read.problems, source=source)
+    phrases = EditMasks.of(config).attend
+    job = read_job(config, source, Path(), model, partial(check_prompts, model), masks=masks, phrases=phrases)
+    return replace(job, recipe=recipe)
 
 
 def check_origin(cache: Cache) -> None:
@@ -347,20 +347,14 @@ def _nothing(cache: Cache, job: BuildJob, chosen: Chosen) -> SourceError:
 
 
 def compare_samples(
-    cache: Cache, job: BuildJob, samples: Sequence[PlannedSample], lanes: Encoding
+    cache: Cache, job: BuildJob, samples: Sequence[PlannedSample], lanes: RunningEncoders
 ) -> Iterator[Compared]:
     """Encode the samples and compare each with that of the cache."""
     positions = positions_in(cache, "key", [sample.key for sample in samples])
     cached = {row.meta.key: Sample(row, cache.shards) for row in map(cache.row, map(int, positions))}
     cache.prefetch(map(int, positions))
-    waiting: deque[tuple[str, Any]] = deque()
-    for sample in samples:
-        waiting.append((sample.key, lanes.submit(sample)))
-        if len(waiting) >= IN_FLIGHT:
-            key, work = waiting.popleft()
-            yield compare_sample(cached[key], *lanes.result(work), job.config.cache.dtype)
-    for key, work in waiting:
-        yield compare_sample(cached[key], *lanes.result(work), job.config.cache.dtype)
+    for sample, work in ahead(samples, lanes.submit):
+        yield compare_sample(cached[sample.key], *lanes.result(work), job.config.cache.dtype)
 
 
 def compare_sample(sample: Sample, meta: SampleMeta, data: dict[str, memoryview], dtype: str) -> Compared:

@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import uuid
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
@@ -18,12 +18,11 @@ from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Chunk, Encoders, Encoding, WorkersState
+from qwen_cache.encode.builder import BuildJob, Chunk, Encoders, RunningEncoders, Workers, WorkersState, ahead
 from qwen_cache.encode.recipe import as_cached, for_any_device, make_recipe, recipe_changes, vae_encoders
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, QwenCacheError, SourceError
 from qwen_cache.extras import install_command
 from qwen_cache.format.remote import Stored
-from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.shard import ShardWriter, compress
 from qwen_cache.format.staging import Destination
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
@@ -53,7 +52,7 @@ class Written:
 class Worker:
     """The lanes of one machine, in a process of its own on some node. `write` and `written` are called from threads."""
 
-    def __init__(self, job: BuildJob, load_lanes: Callable[[BuildJob], Encoding], folder: str) -> None:
+    def __init__(self, job: BuildJob, load_lanes: Callable[[BuildJob], RunningEncoders], folder: str) -> None:
         with suppress(OSError):  # relative paths mean the same here, where this folder is shared
             os.chdir(folder)
         self.job, self.load_lanes = job, load_lanes
@@ -90,8 +89,8 @@ class Worker:
             writer = ShardWriter(path, self.job.format_version)
             self.open[writer] = 0
             try:
-                for sample in self._encoded(chunk):
-                    writer.add(*compress(*sample, self.job.config.cache.compression))
+                for _, work in ahead(chunk, self.lanes.submit):
+                    writer.add(*compress(*self.lanes.result(work), self.job.config.cache.compression))
                     self.samples += 1
                     self.open[writer] += 1
             except BaseException:
@@ -107,15 +106,6 @@ class Worker:
         """How far this worker is."""
         unfinished = list(self.open.items())
         return Written(self.samples, sum(count for _, count in unfinished), sum(w.size for w, _ in unfinished))
-
-    def _encoded(self, chunk: Chunk) -> Iterator[tuple[SampleMeta, dict[str, memoryview]]]:
-        started: deque[Any] = deque()
-        for sample in chunk:
-            started.append(self.lanes.submit(sample))
-            if len(started) >= IN_FLIGHT:
-                yield self.lanes.result(started.popleft())
-        while started:
-            yield self.lanes.result(started.popleft())
 
 
 # ---- cluster ---------------------------------------------------------------------------------------------------------
@@ -195,7 +185,7 @@ class WorkerHandle:
 
 
 @dataclass
-class Work:
+class ChunkQueue:
     """Chunks to write, by number, and how often and where they failed."""
 
     chunks: Sequence[Chunk]
@@ -215,10 +205,10 @@ class Work:
         return None
 
 
-class Cluster:
+class Cluster(Workers):
     """Workers on all nodes. The encoders of one recipe are loaded once, for as many calls of `write` as follow."""
 
-    def __init__(self, job: BuildJob, address: str, load_lanes: Callable[[BuildJob], Encoding]) -> None:
+    def __init__(self, job: BuildJob, address: str, load_lanes: Callable[[BuildJob], RunningEncoders]) -> None:
         self.job, self.address, self.load_lanes = job, address, load_lanes
         self.workers: list[WorkerHandle] = []
         self.running: dict[ray.ObjectRef[Any], tuple[WorkerHandle, str | int]] = {}
@@ -263,7 +253,7 @@ class Cluster:
         self, chunks: Sequence[Chunk], destination: Destination, on_state: Callable[[WorkersState], None]
     ) -> Iterator[Stored]:
         """A shard of each chunk, as they are completed."""
-        work = Work(chunks, destination, list(range(len(chunks))))
+        work = ChunkQueue(chunks, destination, list(range(len(chunks))))
         left = len(chunks)
         while left:
             self._fill()
@@ -312,7 +302,7 @@ class Cluster:
         self.workers.append(worker)
         self.running[worker.actor.load.remote()] = worker, "load"
 
-    def _hand_out(self, work: Work) -> None:
+    def _hand_out(self, work: ChunkQueue) -> None:
         """Give every loaded worker a chunk, and a second one while there are enough for all."""
         nodes = {worker.node.id for worker in self.workers}
         for count in range(CHUNKS):
@@ -328,7 +318,7 @@ class Cluster:
                 worker.since = worker.since or time.monotonic()
                 self.running[worker.actor.write.remote(work.chunks[number], work.destination)] = worker, number
 
-    def _wait(self, work: Work) -> Stored | None:
+    def _wait(self, work: ChunkQueue) -> Stored | None:
         """Wait until something is ready, at most an interval; the shard, if it is one."""
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -366,7 +356,7 @@ class Cluster:
                 worker.is_asked = True
                 self.running[worker.actor.written.remote()] = worker, "written"
 
-    def _lose(self, worker: WorkerHandle, error: Exception, work: Work) -> None:
+    def _lose(self, worker: WorkerHandle, error: Exception, work: ChunkQueue) -> None:
         """Return the chunks of a lost worker to the queue; QwenCacheError if one has failed too often."""
         import ray
 
@@ -423,7 +413,7 @@ def _connect(address: str) -> None:
         ) from None
 
 
-def _unless_ours(error: ray.exceptions.RayTaskError, address: str, work: Work) -> Exception:
+def _unless_ours(error: ray.exceptions.RayTaskError, address: str, work: ChunkQueue) -> Exception:
     """The error of a worker, to be tried again; one that a user can cause is raised at once, and names the node."""
     cause: object = error.cause
     if isinstance(cause, OSError) and cause.filename:
@@ -439,8 +429,8 @@ def _unless_ours(error: ray.exceptions.RayTaskError, address: str, work: Work) -
     return failed
 
 
-def on_cluster(address: str, load_lanes: Callable[[BuildJob], Encoding]) -> Encoders:
+def on_cluster(address: str, load_lanes: Callable[[BuildJob], RunningEncoders]) -> Encoders:
     """Encoders with the lanes of `load_lanes` on every node. ConfigError if Ray is not installed."""
     if find_spec("ray") is None:
         raise ConfigError("--ray: the package ray is not installed", do=install_command("ray"))
-    return Encoders(load_lanes, writers=lambda job: Cluster(job, address, load_lanes))
+    return Encoders(load_lanes, start_workers=lambda job: Cluster(job, address, load_lanes))

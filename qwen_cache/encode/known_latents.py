@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_cache.encode.builder import BuildJob, Encoding, other_caches
+from qwen_cache.encode.builder import BuildJob, other_caches
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import LocalShards, RangedShards, Sample, SampleBytes
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.rows import IntArray, KeyedRows, Keys, Words, hash_words
-from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.sources.sizes import Size, img_shapes
 from qwen_cache.storage.remote import is_remote
@@ -117,28 +115,6 @@ def _read(sample: Sample, digest: str, shape: tuple[int, ...]) -> torch.Tensor:
             break
         begin += image[1][1] * image[1][2]
     return sample.stored("control_latents")[begin : begin + shape[1] * shape[2]]
-
-
-class WithKnownLatents:
-    """Lanes that take known latents in place of encoding the image."""
-
-    def __init__(self, encoding: Encoding, known: KnownLatents) -> None:
-        self._encoding, self._known = encoding, known
-
-    def __enter__(self) -> Self:
-        self._encoding.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._encoding.__exit__(kind, error, trace)
-
-    def submit(self, sample: PlannedSample) -> Any:
-        return self._encoding.submit(sample, self._known.find)  # type: ignore[call-arg]
-
-    def result(self, work: Any) -> tuple[SampleMeta, dict[str, memoryview]]:
-        return self._encoding.result(work)
 
 
 def _images(sample: PlannedSample) -> Iterator[ImageAt]:

@@ -11,12 +11,12 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from threading import Condition
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from PIL import Image
 
+from qwen_cache.encode.builder import Encoded, FindLatents, LaneState, RunningEncoders
 from qwen_cache.encode.masks import Mask, MaskMaker, check_finite, cut
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.encode.recipe import EditMasks
@@ -52,8 +52,10 @@ class Encoder(Protocol[Takes, Gives]):
 
     def encode(self, items: Sequence[Takes], /) -> Sequence[Gives]: ...
 
-    # One that computes what does not fit in another way also has `encode_beside`, which does not: the work of another
-    # lane on the device may be why.
+    def encode_beside(self, items: Sequence[Takes], /) -> Sequence[Gives]:
+        """The same beside another lane on the device, whose work may be why something does not fit: no other way to
+        compute it is taken then."""
+        return self.encode(items)
 
 
 @dataclass(frozen=True)
@@ -152,19 +154,6 @@ class Turns:
                 self._changed.notify_all()
 
 
-@dataclass(frozen=True)
-class LaneState:
-    """How far one copy of an encoder is."""
-
-    name: str
-    """Such as `vae-0`."""
-    device: str
-    done: int
-    """Images that the VAE has encoded, or prompts that the text encoder has."""
-    busy: float
-    """The share of the time since it was loaded in which it encoded."""
-
-
 class Lane(Generic[Item, Result]):
     """One copy of an encoder, and the thread that feeds it; lanes of one device have their `turns` in common."""
 
@@ -186,7 +175,7 @@ class Lane(Generic[Item, Result]):
     @property
     def state(self) -> LaneState:
         busy = self._busy / max(time.monotonic() - self._began, 1e-6)
-        return LaneState(self.name, str(self.encoder.device), self.done, busy)
+        return LaneState(self.name, str(self.encoder.device), self.done, busy, self.batches)
 
     def send(self, batch: Batch[Item, Result]) -> None:
         def end(work: Future[None]) -> None:
@@ -243,11 +232,9 @@ class Lane(Generic[Item, Result]):
         """The encoder's results, which it returns on the host: then nothing of this stream is under way."""
         measured = self.memory.measuring(cost, self.turns.lanes) if alone else nullcontext()
         with self.turns.alone() if alone else self.turns.shared(), on_stream(self._stream), measured:
-            encode, begin = self.encoder.encode, time.monotonic()
-            if not alone and self.memory.is_measured:
-                encode = getattr(self.encoder, "encode_beside", encode)
+            begin, is_beside = time.monotonic(), not alone and self.memory.is_measured
             try:
-                return encode(items)
+                return self.encoder.encode_beside(items) if is_beside else self.encoder.encode(items)
             finally:
                 self._busy += time.monotonic() - begin
 
@@ -316,10 +303,6 @@ FROM_SOURCE = EditMasks("file", None, keep_attention=False)
 _SAFETENSORS_NAME = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.uint8: "U8"}
 
 
-FindLatents = Callable[[str, Size], Callable[[], torch.Tensor] | None]
-"""For an image file's hash and a size in pixels, a function that reads the latents `[S, 64]`; None to encode them."""
-
-
 @dataclass(frozen=True)
 class EncodedImage:
     """An image at one size: its latents, and its thumbnail if the cache keeps thumbnails."""
@@ -357,8 +340,8 @@ class Originals:
         return self._decoded[digest]
 
 
-class Lanes:
-    """Both encoders, each in one or more copies. Leaving the context drops the work that has not started."""
+class Lanes(RunningEncoders):
+    """Both encoders, each in one or more copies."""
 
     def __init__(
         self,
@@ -384,6 +367,7 @@ class Lanes:
         self.text: Batcher[TextRequest, EncodedText] = Batcher(
             [Lane(encoder, f"text-{i}", turns[encoder.device]) for i, encoder in enumerate(text)], text[0].batch_tokens
         )
+        self._lanes: list[Lane[Any, Any]] = [*self.vae.lanes, *self.text.lanes]
         self._pixels, self._text_inputs = vae[0].pixels, text[0].inputs
         self._submitted = 0
         self._recent: OrderedDict[tuple[str, Size], EncodedImage] = OrderedDict()
@@ -391,22 +375,14 @@ class Lanes:
         self._control_inputs: Future[Inputs] = Future()
         """The text encoder's inputs for `_controls`, those of the newest sample."""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for pool in (self.decoders, *(lane.thread for lane in self.every_lane)):
+    def close(self) -> None:
+        for pool in (self.decoders, *(lane.thread for lane in self._lanes)):
             pool.shutdown(wait=True, cancel_futures=True)
 
-    @property
-    def every_lane(self) -> list[Lane[Any, Any]]:
-        """The lanes of both encoders."""
-        return [*self.vae.lanes, *self.text.lanes]
+    def states(self) -> list[LaneState]:
+        return [lane.state for lane in self._lanes]
 
-    def submit(self, sample: PlannedSample, known: FindLatents = lambda digest, size: None) -> InFlight:
-        """Begin to encode a sample; `known` has functions that read latents of images in place of encoding them."""
+    def submit(self, sample: PlannedSample, known: FindLatents | None = None) -> InFlight:
         number, self._submitted = self._submitted, self._submitted + 1
         originals = Originals(sample, self.decoders, self.family)
         images = self._encode_images(number, originals, sample, known)
@@ -420,8 +396,7 @@ class Lanes:
         self.vae.send(number)
         self.text.send(number)
 
-    def result(self, work: InFlight) -> tuple[SampleMeta, dict[str, memoryview]]:
-        """Wait for both lanes; the sample's metadata and the bytes of its tensors."""
+    def result(self, work: InFlight) -> Encoded:
         self._send(work.number)
         latents, text = [each.latents.result() for each in work.images], work.text.result()
         mask = work.mask.result() if work.mask else None
@@ -451,13 +426,13 @@ class Lanes:
         return meta, data
 
     def _encode_images(
-        self, number: int, originals: Originals, sample: PlannedSample, known: FindLatents
+        self, number: int, originals: Originals, sample: PlannedSample, known: FindLatents | None
     ) -> list[EncodedImage]:
         """Latents of the target and the controls, reused where the same image at the same size was recent."""
         images = []
         for key in [(digest, size) for _, digest, size in sample.images]:
             if key not in self._recent or _has_failed(self._recent[key].latents):
-                self._recent[key] = self._encode_image(number, originals, *key, known(*key))
+                self._recent[key] = self._encode_image(number, originals, *key, known(*key) if known else None)
             self._recent.move_to_end(key)
             images.append(self._recent[key])
         while len(self._recent) > LATENTS_KEPT:

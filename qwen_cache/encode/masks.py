@@ -10,21 +10,20 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from PIL import Image
 
-from qwen_cache.encode.builder import BuildJob, Encoding
+from qwen_cache.encode.builder import BuildJob, Encoded
 from qwen_cache.encode.plan import PlannedSample, read_again
 from qwen_cache.encode.recipe import EditMasks, ReusableSamples, token_coverage
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.experimental.masks import difference_mask, load_head, predict_mask
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, SampleMeta, TensorSpec
+from qwen_cache.format.index import IndexRow
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS, TensorSpec
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.sizes import Size, crop_box
 
@@ -97,43 +96,24 @@ def cut(image: Image.Image, size: Size, crop: bool) -> Image.Image:
 # ---- new masks for cached samples ------------------------------------------------------------------------------------
 
 
-class MaskUpdateLanes:
-    """Makes new masks for `reusable` samples and encodes the others; the encoders are loaded when first needed."""
+class MaskUpdates:
+    """Makes new masks for `reusable` samples, of which everything else is kept."""
 
-    def __init__(self, job: BuildJob, reusable: ReusableSamples, load: Callable[[BuildJob], Encoding]) -> None:
-        self.job, self.reusable, self.load = job, reusable, load
+    def __init__(self, job: BuildJob, reusable: ReusableSamples) -> None:
+        self.job, self.reusable = job, reusable
         self.maker = MaskMaker(EditMasks.of(job.config), job.resolution.crop, torch.device("cpu"))
         self.threads = ThreadPoolExecutor(THREADS, "masks")
-        self.encoding: Encoding | None = None
         self.cache = open_cache(job.folder, recipe=job.recipe_name)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Drop the work that has not started."""
         self.threads.shutdown(wait=True, cancel_futures=True)
-        if self.encoding is not None:
-            self.encoding.__exit__(kind, error, trace)
 
-    def submit(self, sample: PlannedSample) -> tuple[bool, Any]:
-        row = self.reusable.row_for(sample)
-        if row is not None:
-            return True, self.threads.submit(self._with_new_mask, sample, self.cache[row.meta.key])
-        if self.encoding is None:
-            self.encoding = self.load(self.job).__enter__()
-        return False, self.encoding.submit(sample)
+    def submit(self, sample: PlannedSample, row: IndexRow) -> Future[Encoded]:
+        """Begin to make the mask of a sample, of which the cache has `row`."""
+        return self.threads.submit(self._with_new_mask, sample, self.cache[row.meta.key])
 
-    def result(self, work: tuple[bool, Any]) -> tuple[SampleMeta, dict[str, memoryview]]:
-        is_reused, future = work
-        if is_reused:
-            remasked: Future[tuple[SampleMeta, dict[str, memoryview]]] = future
-            return remasked.result()
-        assert self.encoding is not None
-        return self.encoding.result(future)
-
-    def _with_new_mask(self, sample: PlannedSample, old: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
+    def _with_new_mask(self, sample: PlannedSample, old: Sample) -> Encoded:
         def pair() -> list[Image.Image]:
             return [open_rgb(read_again(file, digest), str(file)) for file, digest, _ in sample.images[:2]]
 

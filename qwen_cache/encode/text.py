@@ -311,6 +311,10 @@ class TextEncoder:
         self._last = LastRead(inputs[-1], prefixes, [suffix.embeds for suffix in suffixes[: len(inputs)]])
         return self._last.encoded(rows, suffixes[len(inputs) :])
 
+    def encode_beside(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
+        """The same beside another lane on the device."""
+        return self.encode(requests)
+
     @torch.inference_mode()
     def read(self, inputs: Sequence[Inputs]) -> Prefixes:
         """Run everything up to the end of the last image, in one pass with one row for each of `inputs`."""

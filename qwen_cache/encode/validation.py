@@ -9,18 +9,12 @@ folder that is the cache's or the source's own, format v1, and sizes that the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from types import TracebackType
-from typing import Any, Self
 
 from qwen_cache.encode.builder import (
     BuildJob,
-    Encoders,
-    Encoding,
-    Writers,
     as_encoded,
     check_prompts,
     fitting_model,
@@ -68,37 +62,23 @@ def prepare_with_validation(
     if not is_wanted(config):
         return [prepare_build(config, source, on_bytes, here=here)]
     model = fitting_model(config)
-    rows = ValidationRows.read(config, model, partial(check_prompts, model))  # before the weights, which take longer
+    validation = read_validation(config, model, partial(check_prompts, model))  # before the weights, which take longer
     if alone:
-        return [rows.job(config, model, *recipe_of_build(config, model, on_bytes, here=here))]
+        recipe, encoders = recipe_of_build(config, model, on_bytes, here=here)
+        return [replace(validation, recipe=recipe, vae_encoders=encoders)]
     job = prepare_build(config, source, on_bytes, model, here=here)
-    return [job, rows.job(config, model, job.recipe, job.vae_encoders)]
+    return [job, replace(validation, recipe=job.recipe, vae_encoders=job.vae_encoders)]
 
 
-@dataclass(frozen=True)
-class ValidationRows:
-    """The folder of a validation cache, its usable rows, and the problems of the others."""
+def read_validation(config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> BuildJob:
+    """The validation cache as a job without a recipe; a row in which `check` finds a problem is not usable.
 
-    folder: Location
-    content: Content
-
-    @classmethod
-    def read(cls, config: Config, model: ModelFolder, check: Callable[[list[Row]], list[Problem]]) -> Self:
-        """The samples of the settings; a row in which `check` finds a problem is not usable.
-
-        ConfigError if the cache cannot be written, SourceError if the source cannot be read.
-        """
-        folder = _folder(config)
-        return cls(folder, _read(config, model, check))
-
-    def job(
-        self, config: Config, model: ModelFolder, recipe: dict[str, Any], vae_encoders: Mapping[str, str]
-    ) -> BuildJob:
-        """Their build with the recipe of the cache."""
-        source = config.validation.source or str(self.folder)  # where what is known of the images is remembered
-        rows, problems, notices = self.content.rows, self.content.problems, self.content.notices
-        job = BuildJob(config, self.folder, model, recipe, rows, problems, source=source, notices=notices)
-        return replace(job, vae_encoders=vae_encoders)
+    ConfigError if the cache cannot be written, SourceError if the source cannot be read.
+    """
+    folder, content = _folder(config), _read(config, model, check)
+    source = config.validation.source or str(folder)  # where what is known of the images is remembered
+    rows, problems = content.rows, content.problems
+    return BuildJob(config, folder, model, {}, rows, problems, source=source, notices=content.notices)
 
 
 def _folder(config: Config) -> Location:
@@ -146,42 +126,3 @@ def check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
             near = "×".join(str(max(step, round(side / step) * step)) for side in row.size)
             what = f"{row.name}: {row.size[0]}×{row.size[1]} cannot be generated: sides are multiples of {step} pixels"
             yield Problem(row.where, what, f"such as {near}")
-
-
-# ---- encoders that several builds share ------------------------------------------------------------------------------
-
-
-class _Borrowed:
-    """Encoders that another block ends."""
-
-    def __init__(self, encoding: Encoding) -> None:
-        self.submit, self.result = encoding.submit, encoding.result
-        self.every_lane = getattr(encoding, "every_lane", ())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """They stay."""
-
-
-@contextmanager
-def loaded_once(encoders: Encoders) -> Iterator[Encoders]:
-    """The encoders for several builds with one recipe: loaded when the first needs them, ended with the block."""
-    with ExitStack() as stack:
-        loaded: list[Encoding] = []
-        started: list[Writers] = []
-
-        def load(job: BuildJob) -> Encoding:
-            if not loaded:
-                loaded.append(stack.enter_context(encoders.load(job)))
-            return _Borrowed(loaded[0])
-
-        def start(job: BuildJob) -> AbstractContextManager[Writers]:
-            if not started and encoders.writers:
-                started.append(stack.enter_context(encoders.writers(job)))
-            return nullcontext(started[0])
-
-        yield replace(encoders, load=load, writers=start if encoders.writers else None)

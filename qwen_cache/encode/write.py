@@ -8,10 +8,10 @@ others wait for the last one, and so does everything if the build replaces the r
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,21 @@ import pyarrow.compute as pc
 
 from qwen_cache.encode.builder import (
     BuildJob,
+    Encoded,
     Encoders,
-    Encoding,
+    FindLatents,
+    Workers,
     WorkersState,
-    Writers,
+    ahead,
     cut_into_chunks,
     other_caches,
     staging_name,
 )
 from qwen_cache.encode.plan import PlannedSample
+from qwen_cache.encode.recipe import ReusableSamples
 from qwen_cache.errors import ConflictError
 from qwen_cache.extras import __version__, installed
+from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import Manifest
 from qwen_cache.format.remote import conflict
 from qwen_cache.format.shard import compress
@@ -71,19 +75,22 @@ def run(
     missing: Sequence[PlannedSample],
     encoders: Encoders,
     on_progress: Callable[[Progress], None] = lambda _: None,
-    new_masks: Set[str] = frozenset(),
     again: Callable[[], Update] | None = None,
+    *,
+    known: FindLatents | None = None,
+    reusable: ReusableSamples | None = None,
 ) -> Report:
     """Copy or encode the missing samples and commit; the caller holds `directory.writing(job.folder)`.
 
-    Those with the keys `new_masks` need no encoder, so this process makes them even if there are workers. If other
-    builds may commit to a bucket meanwhile, `again` gives the update of the dataset as it then is.
+    Of an image with `known` latents these are taken. A sample that `reusable` has needs a new mask and no encoder, so
+    this process makes it even if there are workers. If other builds may commit to a bucket meanwhile, `again` gives the
+    update of the dataset as it then is.
     """
     made, now, written = set[str](), update, 0
     while True:
-        writing = Writing(job, now, missing, encoders, on_progress, again, written)
+        writing = Writing(job, now, missing, encoders, on_progress, again, known, reusable, written)
         try:
-            made |= writing.write(new_masks)
+            made |= writing.write()
             manifest = writing.commit()
             break
         except ConflictError:
@@ -113,21 +120,23 @@ class Writing:
         encoders: Encoders,
         on_progress: Callable[[Progress], None],
         again: Callable[[], Update] | None,
-        written: int = 0,
+        known: FindLatents | None,
+        reusable: ReusableSamples | None,
+        written: int,
     ) -> None:
         """`written` are the bytes of earlier attempts, before a conflict."""
         self.job, self.encoders, self.on_progress, self.again = job, encoders, on_progress, again
-        self.written = written
+        self.known, self.reusable, self.written = known, reusable, written
         self.samples = {sample.key: sample for sample in missing}
         self.every = _commit_every(job, update)
         self.late = _replacing(update) if self.every else frozenset[str]()
         if self.late:
             update = replace(update, order=sorted(update.order, key=lambda key: key in self.late))
         self.update = update
-        reusable = replaced_shards(job.folder, self.samples.keys(), job.format_version)
+        replaced = replaced_shards(job.folder, self.samples.keys(), job.format_version)
         self.name = staging_name(job, repair=bool(update.damaged))
         copies = LocalCopies.of_settings(job.config.cache)
-        self.staging = open_staging(update, self.name, int(job.config.cache.shard_size), reusable, copies)
+        self.staging = open_staging(update, self.name, int(job.config.cache.shard_size), replaced, copies)
         self.others = other_caches(job)
         self.finished = self.uncommitted = 0
         self.left = len(update.order)
@@ -140,17 +149,21 @@ class Writing:
         """Written so far, without the incomplete shards of workers."""
         return self.written + self.staging.size
 
-    def write(self, new_masks: Set[str]) -> set[str]:
+    def write(self) -> set[str]:
         """Write all samples of the update; returns the keys of those that were not copied."""
         waiting = self.staging.to_write
         to_make = {key for key in waiting if key in self.samples and not self._is_copied(key)}
-        elsewhere = to_make - new_masks if self.encoders.writers else set[str]()
+        cached = {key: self.reusable.row_for(self.samples[key]) for key in to_make} if self.reusable else {}
+        new_masks = {key: row for key, row in cached.items() if row is not None}
+        to_encode = to_make - new_masks.keys()
         self._count(set(self.update.order).difference(waiting))
-        self.staging.leave(elsewhere)
-        with self.encoders.writers(self.job) if self.encoders.writers and elsewhere else nullcontext() as writers:
-            self._write_here(to_make - elsewhere)
-            if writers is not None:
-                self._write_elsewhere(writers, [key for key in waiting if key in elsewhere])
+        if self.encoders.has_workers and to_encode:
+            self.staging.leave(to_encode)
+            workers = self.encoders.workers(self.job)
+            self._write_here(set(), new_masks)
+            self._write_elsewhere(workers, [key for key in waiting if key in to_encode])
+        else:
+            self._write_here(to_encode, new_masks)
         return to_make
 
     def commit(self) -> Manifest:
@@ -159,12 +172,25 @@ class Writing:
             raise conflict(self.job.folder)
         return commit_update(self.update, self.staging, self._recipes(), written_by())
 
-    def _write_here(self, to_make: Set[str]) -> None:
-        order = self.staging.to_write
-        with self.encoders.load(self.job) if to_make else nullcontext() as lanes:
-            for key, work in _ahead(order, self.samples, to_make, lanes, self.encoders.in_flight):
-                if lanes is not None and work is not None:
-                    self.staging.add(*compress(*lanes.result(work), self.job.config.cache.compression))
+    def _write_here(self, to_encode: Set[str], new_masks: Mapping[str, IndexRow]) -> None:
+        """Encode samples, make new masks for rows of the cache, and copy all others."""
+        with ExitStack() as opened:
+            running = self.encoders.running(self.job) if to_encode else None
+            masks = None
+            if new_masks and self.reusable:
+                from qwen_cache.encode.masks import MaskUpdates
+
+                masks = opened.enter_context(closing(MaskUpdates(self.job, self.reusable)))
+
+            def begin(key: str) -> Callable[[], Encoded] | None:
+                """A function that waits for the sample; None to copy it."""
+                if running and key in to_encode:
+                    return partial(running.result, running.submit(self.samples[key], self.known))
+                return masks.submit(self.samples[key], new_masks[key]).result if masks and key in new_masks else None
+
+            for key, result in ahead(self.staging.to_write, begin, self.encoders.in_flight):
+                if result is not None:
+                    self.staging.add(*compress(*result(), self.job.config.cache.compression))
                 else:
                     self._copy(key)
                 self._count([key])
@@ -177,16 +203,16 @@ class Writing:
         if not copy_if_there(self.update, self.staging, key):
             self.staging.add_copy(*self.others.sample(key))
 
-    def _write_elsewhere(self, writers: Writers, order: Sequence[str]) -> None:
+    def _write_elsewhere(self, workers: Workers, order: Sequence[str]) -> None:
         chunks = [
             chunk
             for late in (False, True)
             for chunk in cut_into_chunks(
-                self.job, [self.samples[key] for key in order if (key in self.late) == late], writers.count
+                self.job, [self.samples[key] for key in order if (key in self.late) == late], workers.count
             )
         ]
         destination = Destination.of(self.job.folder, self.name, self.job.format_version)
-        for shard in writers.write(chunks, destination, self._report):
+        for shard in workers.write(chunks, destination, self._report):
             self.staging.add_shard(shard)
             self._count([entry.meta.key for entry in shard[1]])
 
@@ -244,19 +270,3 @@ def written_by() -> dict[str, str]:
     """The versions of what wrote a dataset here; packages of the encoders that are not installed are left out."""
     versions = {name: installed(name) for name in ("diffusers", "torch", "transformers")}
     return {"qwen-cache": __version__, **{name: found for name, found in versions.items() if found}}
-
-
-def _ahead(
-    order: Sequence[str],
-    samples: Mapping[str, PlannedSample],
-    to_make: Set[str],
-    lanes: Encoding | None,
-    in_flight: int,
-) -> Iterator[tuple[str, Any]]:
-    """Each key with its submitted work, up to `in_flight` ahead; None for a sample that is copied."""
-    waiting: deque[tuple[str, Any]] = deque()
-    for key in order:
-        waiting.append((key, lanes.submit(samples[key]) if lanes and key in to_make else None))
-        if len(waiting) >= in_flight:
-            yield waiting.popleft()
-    yield from waiting

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.encode.builder import as_encoded, check_tokens, read_rows
+from qwen_cache.encode.builder import check_tokens, read_job
 from qwen_cache.encode.plan import NEW, BuildPlan, RememberedImages, Rules, make_plan
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
@@ -88,7 +88,9 @@ def _plan(cache: Cache, settings: Config, source: str) -> tuple[BuildPlan, Keyed
     """The plan of a build with the recipe of the cache, and the rows that it would find."""
     recipe = cache.recipe.recipe
     model = ModelFolder(recipe["pipeline"], Path(), recipe["pipeline"])  # for its limits; the folder is never opened
-    read = read_rows(settings, source, model, check_tokens)
+    masks = cache.format_version > 1 and settings.data.edit_mask != "none"
+    phrases = "attention" in recipe or "mask_head" in recipe
+    job = read_job(settings, source, cache.folder, model, check_tokens, masks=masks, phrases=phrases)
     rules = Rules(
         model.pipeline,
         cache.recipe.id,
@@ -98,17 +100,10 @@ def _plan(cache: Cache, settings: Config, source: str) -> tuple[BuildPlan, Keyed
     )
     here = shards_here(cache.folder, cache.manifest)  # samples of a missing shard count as not cached
     cached = cache.keyed_rows.where_in(shard=here)
-    masks = cache.format_version > 1 and settings.data.edit_mask != "none"
-    rows = as_encoded(
-        read.rows,
-        masks=masks,
-        phrases="attention" in recipe or "mask_head" in recipe,
-        marked=settings.data.marked_phrases,
-    )
-    with counting("reading the source", total=len(read.rows)) as advance:
+    with counting("reading the source", total=len(job.rows)) as advance:
         memory = RememberedImages.of(source, settings.data)
-        plan = make_plan(rows, read.problems, rules, cached, on_row=lambda: advance(1), memory=memory)
-    return replace(plan, notices=(*read.notices, *plan.notices)), cached
+        plan = make_plan(job.rows, job.problems, rules, cached, on_row=lambda: advance(1), memory=memory)
+    return replace(plan, notices=(*job.notices, *plan.notices)), cached
 
 
 def _listed_otherwise(plan: BuildPlan, cached: KeyedRows) -> int:

@@ -212,16 +212,18 @@ class _OfEngine(Collector):
         yield GaugeMetricFamily("qwen_cache_ready", "whether the encoders are loaded", value=self.engine.ready)
         batches = CounterMetricFamily("qwen_cache_batches", "batches encoded", labels=("lane",))
         items = CounterMetricFamily("qwen_cache_batch_items", "images or prompts in batches", labels=("lane",))
-        for lane, (count, total) in self.engine.batches().items():
-            batches.add_metric([lane], count)
-            items.add_metric([lane], total)
+        for lane in self.engine.states():
+            batches.add_metric([lane.name], lane.batches)
+            items.add_metric([lane.name], lane.done)
         yield from (batches, items, _memory(self.engine))
 
 
 def _memory(engine: Engine) -> GaugeMetricFamily:
     """Bytes that this process has on each accelerator that reports it."""
+    import torch
+
     family = GaugeMetricFamily("qwen_cache_device_memory_bytes", "memory of an accelerator", labels=("device",))
-    for device in engine.devices:
+    for device in {torch.device(lane.device) for lane in engine.states()}:
         if reports_memory(device):
             family.add_metric([str(device)], device_module(device).memory_reserved(device))
     return family

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from dataclasses import replace
 
 from qwen_cache.encode.builder import (
     BuildJob,
-    as_encoded,
+    Encoded,
+    FindLatents,
+    RunningEncoders,
     check_family,
     check_tokens,
     most_bytes,
     plan_build,
-    read_rows,
+    read_job,
 )
 from qwen_cache.encode.plan import PlannedSample, read_again
-from qwen_cache.encode.validation import ValidationRows, check_wanted, is_wanted
+from qwen_cache.encode.validation import check_wanted, is_wanted, read_validation
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.sample import SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.service.client import MAX_SAMPLE, Client, sample_parts, served_model, served_settings
 from qwen_cache.settings.load import Config
@@ -49,8 +50,8 @@ def prepare_all_at(config: Config, client: Client, *, alone: bool) -> list[Build
         if description.format_version == 1:
             do = "leave the prompts out, or start the server with --format v2"
             raise ConfigError("format v1 cannot hold images to generate", where=client.url, do=do)
-        rows = ValidationRows.read(served, model, check_tokens)  # the server checks the lengths
-        validation = [rows.job(served, model, description.recipe, description.vae_encoders)]
+        job = read_validation(served, model, check_tokens)  # the server checks the lengths
+        validation = [replace(job, recipe=description.recipe, vae_encoders=description.vae_encoders)]
     return validation if alone else [prepare_at(config, None, client), *validation]
 
 
@@ -68,20 +69,11 @@ def prepare_at(config: Config, source: str | None, client: Client) -> BuildJob:
     Resolution.of(config.data)
     check_compression(config.cache.format, config.cache.compression)
     check_family(model, config)
-    found = read_rows(config, source, model, check_tokens)
-    left_out = sum(row.mask is not None for row in found.rows) if description.format_version == 1 else 0
     recipe = description.recipe
-    keeps_masks = description.format_version > 1 and config.data.edit_mask != "none"
-    rows = as_encoded(
-        found.rows,
-        masks=keeps_masks,
-        phrases="mask_head" in recipe or "attention" in recipe,
-        marked=config.data.marked_phrases,
-    )
-    return BuildJob(
-        *(config, folder, model, recipe, rows, found.problems, left_out),
-        *(found.slice, found.sliced, source, found.left_out, found.notices, description.vae_encoders),
-    )
+    masks = description.format_version > 1 and config.data.edit_mask != "none"
+    phrases = "mask_head" in recipe or "attention" in recipe
+    job = read_job(config, source, folder, model, check_tokens, masks=masks, phrases=phrases)
+    return replace(job, recipe=recipe, vae_encoders=description.vae_encoders)
 
 
 def plan_at(config: Config, source: str, client: Client) -> tuple[BuildJob, list[PlannedSample]]:
@@ -114,24 +106,21 @@ def encoded(client: Client, job: BuildJob, sample: PlannedSample) -> Sample:
         raise SourceError(f"{sample.row.name}: {error.fault}", where=sample.row.where, do=error.do) from None
 
 
-class ServerEncoding:
-    """A server in place of the lanes of this machine."""
+class ServerEncoders(RunningEncoders):
+    """A server in place of the lanes of this machine. It takes known latents from caches of its own."""
 
     def __init__(self, client: Client, job: BuildJob) -> None:
         self._client, self._job = client, job
         self._threads = ThreadPoolExecutor(THREADS, "encode-at")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         """Requests that are left, after an error or Ctrl-C, are not waited for: the client ends them when it closes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def submit(self, sample: PlannedSample) -> Future[tuple[SampleMeta, dict[str, memoryview]]]:
+    def submit(self, sample: PlannedSample, known: FindLatents | None = None) -> Future[Encoded]:
         return self._threads.submit(lambda: sample_parts(encoded(self._client, self._job, sample)))
 
-    def result(self, work: Future[tuple[SampleMeta, dict[str, memoryview]]]) -> Any:
+    def result(self, work: Future[Encoded]) -> Encoded:
         return work.result()
 
 

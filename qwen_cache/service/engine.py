@@ -11,7 +11,16 @@ from enum import StrEnum
 from threading import Condition, Lock, Thread
 from typing import Any, Literal, Self, overload
 
-from qwen_cache.encode.builder import IN_FLIGHT, BuildJob, Encoding, as_encoded, check_prompts, other_caches, rules
+from qwen_cache.encode.builder import (
+    IN_FLIGHT,
+    BuildJob,
+    LaneState,
+    RunningEncoders,
+    as_encoded,
+    check_prompts,
+    other_caches,
+    rules,
+)
 from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.encode.recipe import EditMasks
@@ -157,7 +166,7 @@ class Engine:
     def __init__(
         self,
         job: BuildJob,
-        load: Callable[[BuildJob], Encoding],
+        load: Callable[[BuildJob], RunningEncoders],
         settings: ServeConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -185,7 +194,7 @@ class Engine:
         self._oldest: float | None = None
         """When the oldest sample was encoded that is not stored."""
         self._uncommitted: list[Work] = []
-        self._lanes: Any = None
+        self._lanes: RunningEncoders | None = None
         self._others = other_caches(job)
         self._others_images = [ImageRows(*each) for each in of_recipe(job, self._others.local)]
         self._thread = Thread(target=self._run, name="encode")
@@ -267,14 +276,9 @@ class Engine:
         assert self._rules.text_rows
         return [self._rules.text_rows(prompt, sizes) for prompt, sizes in prompts]
 
-    def batches(self) -> dict[str, tuple[int, int]]:
-        """How many batches each lane has encoded, and how many images or prompts they had."""
-        return {lane.name: (lane.batches, lane.done) for lane in getattr(self._lanes, "every_lane", ())}
-
-    @property
-    def devices(self) -> set[Any]:
-        """The devices of the encoders."""
-        return {lane.encoder.device for lane in getattr(self._lanes, "every_lane", ())}
+    def states(self) -> list[LaneState]:
+        """How far each lane is; none before the encoders are loaded."""
+        return self._lanes.states() if self._lanes else []
 
     @property
     def waiting(self) -> tuple[int, int]:
@@ -370,7 +374,7 @@ class Engine:
             self._drop(work, Status(work.key, State.UNKNOWN))
         self.ended.set_exception(error) if error else self.ended.set_result(None)
 
-    def _encode(self, lanes: Encoding) -> None:
+    def _encode(self, lanes: RunningEncoders) -> None:
         """Encode what comes until the service stops and nothing is left, or it takes too long."""
         running: deque[tuple[Work, Any]] = deque()
         while self._clock() < self._give_up_at:
@@ -379,7 +383,7 @@ class Engine:
                     continue
                 try:
                     assert work.sample is not None
-                    running.append((work, lanes.submit(work.sample, self._latents)))  # type: ignore[call-arg]
+                    running.append((work, lanes.submit(work.sample, self._latents)))
                 except Exception as error:  # noqa: BLE001
                     self._fail_by(work, error)
             if running:
@@ -424,7 +428,7 @@ class Engine:
             self.observer.copied()
         return True
 
-    def _finish(self, lanes: Encoding, work: Work, running: Any) -> None:
+    def _finish(self, lanes: RunningEncoders, work: Work, running: Any) -> None:
         """Take the result of a sample into the store."""
         try:
             meta, tensors = lanes.result(running)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
-
 import pytest
 import torch
 
 from qwen_cache.cli import build as build_command
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.identity import content_hash, recipe_id
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
@@ -29,13 +26,13 @@ def fake_lanes(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
     return loaded
 
 
-class FakeLanes(AbstractContextManager[Any]):
+class FakeLanes(RunningEncoders):
     """Noise that depends on the key alone; `encoded` has the names of the samples."""
 
     def __init__(self, job: BuildJob) -> None:
         self.job, self.encoded = job, []  # type: ignore[var-annotated]
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def submit(self, sample: PlannedSample, known: object = None) -> PlannedSample:

@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import time
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.encode.builder import BuildJob
+from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ModelError
 from qwen_cache.format.identity import content_hash, recipe_id
@@ -22,7 +22,7 @@ from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import ShardWriter
 
 
-class NodeLanes(AbstractContextManager[Any]):
+class NodeLanes(RunningEncoders):
     """Notes in `log` which node encoded what."""
 
     def __init__(self, job: BuildJob, log: Path) -> None:
@@ -38,14 +38,14 @@ class NodeLanes(AbstractContextManager[Any]):
         if self.node != "here":
             ShardWriter.seal = dying(ShardWriter.seal, log)  # type: ignore[method-assign]
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         pass
 
     def busy(self) -> set[str]:
         """The nodes that have something to do."""
         return {path.name.split("@")[1] for path in self.log.glob("*@*")}
 
-    def submit(self, sample: PlannedSample) -> PlannedSample:
+    def submit(self, sample: PlannedSample, known: object = None) -> PlannedSample:
         if self.fate == "blind":
             (self.log / "no such folder").read_bytes()
         (self.log / f"{Path(sample.row.name).name}@{self.node}").touch()
@@ -148,7 +148,7 @@ def main() -> None:
     ray.cloudpickle.register_pickle_by_value(node_lanes)
     log = Path(sys.argv.pop(1))
     (log / "driver").write_text(str(os.getpid()))
-    build_command.load_lanes = lambda job: node_lanes.NodeLanes(job, log)  # type: ignore[assignment, return-value]
+    build_command.load_lanes = lambda job: node_lanes.NodeLanes(job, log)  # type: ignore[assignment]
     app.main()
 
 

@@ -11,7 +11,7 @@ from threading import Thread
 import numpy as np
 from PIL import Image
 
-from qwen_cache.encode.builder import BuildJob, Encoding, prepare_service
+from qwen_cache.encode.builder import BuildJob, RunningEncoders, prepare_service
 from qwen_cache.service.app import log, serve
 from qwen_cache.service.engine import Engine
 from qwen_cache.service.http import open_socket
@@ -46,7 +46,7 @@ def service_job(model: Path, out: Path | str, *settings: str) -> BuildJob:
 @contextmanager
 def running(
     job: BuildJob,
-    load: Callable[[BuildJob], Encoding] = FakeLanes,
+    load: Callable[[BuildJob], RunningEncoders] = FakeLanes,
     token: bytes | None = None,
     address: str = "127.0.0.1:0",
 ) -> Iterator[str]:
