@@ -287,7 +287,7 @@ def test_auto_asks_the_head_only_where_the_difference_says_nothing(
     cache: Callable[..., Cache], head: Path, source: Path, tiny_model: TinyModel
 ) -> None:
     """A run that encodes through a server has the same masks."""
-    made = cache("--edit-mask", f"auto={head}")
+    made = cache("--edit-mask", "auto", "--mask-head", str(head))
     assert origins(made) == dict(zip(NAMES, ("difference", "file", "head", "head"), strict=True))
     asked = ("serve.store=false", "data.edit_mask=auto", f"data.mask_head={head}")
     with running(service_job(tiny_model("edit-plus"), "unused", *asked), load_lanes) as url:
@@ -325,7 +325,7 @@ def test_other_masks_need_no_encoder(
     wanted: list[tuple[str | Path, ...]] = [
         ("--edit-mask", "diff", *keep),
         ("--edit-mask", "head", "--mask-head", str(head), *keep),
-        ("--edit-mask", f"auto={head}"),
+        ("--edit-mask", "auto", "--mask-head", str(head)),
         ("--edit-mask", "none"),
         ("--edit-mask", "diff"),
         (),
