@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,13 +22,13 @@ from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.places import File
 from qwen_train.inference.images import (
     GenerateJob,
-    JobResults,
+    Work,
     control_images,
+    output_paths,
     prompt_jobs,
     recorded_hash,
-    run_jobs,
+    save_images,
     source_jobs,
-    write_image,
 )
 
 from .support.caches import contents
@@ -54,10 +54,12 @@ class Generation:
         image = control_images(job, QWEN_IMAGE)[0] if job.controls else Image.new("RGB", (16, 16))
         return image.rotate(len(job.prompt))
 
-    def run(self, jobs: list[GenerateJob], inputs: Mapping[str, Any] = ABOUT) -> tuple[JobResults, list[str]]:
-        """The results of the jobs, and the names of those generated."""
+    def run(self, jobs: Sequence[GenerateJob], inputs: Mapping[str, Any] = ABOUT) -> tuple[Work, list[str]]:
+        """The jobs carried out, and the names of those generated."""
         self.generated = []
-        return run_jobs(jobs, self, self.out, inputs), self.generated
+        work = Work(jobs, output_paths(jobs, self.out), lambda job: inputs)
+        work.run(self)
+        return work, self.generated
 
 
 @pytest.fixture
@@ -91,7 +93,8 @@ def test_each_image_is_written_as_it_was_generated(generation: Generation, jobs:
     done, generated = generation.run(jobs)
     names = ["a", "b", "folder/c", "folder/d#2"]
     assert generated == names
-    assert done == JobResults([generation.out / f"{name}.png" for name in names], [], [])
+    assert (done.skipped, done.failed) == ([], [])
+    assert done.written == [generation.out / f"{name}.png" for name in names]
     for job, path in zip(jobs, done.written, strict=True):
         with Image.open(path) as found:
             assert found.format == "PNG"
@@ -103,7 +106,7 @@ def test_nothing_is_generated_again(generation: Generation, jobs: list[GenerateJ
     before = contents(generation.out)
     again, generated = generation.run(jobs)
     assert generated == []
-    assert again == JobResults([], first.written, [])
+    assert (again.written, again.skipped, again.failed) == ([], first.written, [])
     assert contents(generation.out) == before
 
 
@@ -187,7 +190,7 @@ def test_a_damaged_image_is_generated_again(damage: str, generation: Generation,
 def test_no_changed_byte_of_an_image_passes_for_the_image(tmp_path: Path) -> None:
     """A PNG has a checksum for each chunk; only the empty last one, length and checksum, is not looked at."""
     path = tmp_path / "a.png"
-    write_image(path, photograph("china.jpg").resize((12, 8)), "ab" * 16)
+    save_images([photograph("china.jpg").resize((12, 8))], path, "ab" * 16)
     whole, same = path.read_bytes(), 0
     for i in range(len(whole)):
         path.write_bytes(whole[:i] + bytes([whole[i] ^ 1 << i % 8]) + whole[i + 1 :])
@@ -275,8 +278,9 @@ def test_images_that_cannot_be_read_are_reported_and_the_others_generated(
 
 def test_other_errors_stop_everything(generation: Generation, jobs: list[GenerateJob]) -> None:
     """Such as too little memory, which the next image would not have either."""
+    work = Work(jobs, output_paths(jobs, generation.out), lambda job: ABOUT)
     with pytest.raises(MemoryError):
-        run_jobs(jobs, lambda job: (_ for _ in ()).throw(MemoryError), generation.out, ABOUT)
+        work.run(lambda job: (_ for _ in ()).throw(MemoryError))
 
 
 # ---- where jobs come from --------------------------------------------------------------------------------------------
@@ -398,5 +402,8 @@ def test_several_prompts_about_the_same_images(images: list[Path], generation: G
     assert [job.name for job in jobs] == ["out-1", "out-2", "out-3"]
     assert [job.prompt for job in jobs] == ["one", "two", "one"]
     assert all([image.read() for image in job.controls] == [p.read_bytes() for p in images] for job in jobs)
-    assert len(generation.run(jobs)[0].written) == 3
+    done, generated = generation.run(jobs)
+    assert len(done.written) == 3
+    assert generated == ["out-1", "out-2"]  # the third is a copy of the first
+    assert len({path.read_bytes() for path in done.written}) == 2
     assert [job.name for job in prompt_jobs("out", images, ["one"])] == ["out"]

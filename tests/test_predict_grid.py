@@ -15,8 +15,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from qwen_cache.settings.sections import LoraConfig, PredictConfig
-from qwen_train.inference import cells, generator
+from qwen_train.inference import generator, images
 from qwen_train.inference.images import grid_cells, parse_axes
+from qwen_train.inference.pipeline import PromptEncoder
 from qwen_train.lora.adapter import add_lora, lora_weights, write_lora
 from qwen_train.model.loading import stock_class
 
@@ -119,7 +120,7 @@ def test_cells_are_the_images_of_predict_alone_with_one_loading(
 
     with monkeypatch.context() as patch:
         patch.setattr(generator, "load_pipeline", None)
-        patch.setattr(cells, "encode_prompts", None)
+        patch.setattr(PromptEncoder, "_load", None)
         again = predict(*options, "--grid", "checkpoint=20,final", variant="edit-plus")
     assert again.code == 0, again.stderr
     assert "0 new images in" in again.stderr
@@ -274,7 +275,7 @@ def test_what_cannot_be_a_grid_is_refused_before_a_model_is_opened(
 def test_a_file_in_the_way_and_settings_of_a_cell_are_refused_before_loading(
     predict: Predict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cells, "encode_prompts", None)
+    monkeypatch.setattr(PromptEncoder, "_load", None)
     mine = tmp_path / "out-grid.png"
     Image.new("RGB", (8, 8)).save(mine)
     refused(
@@ -295,7 +296,7 @@ def test_values_are_written_in_one_way(folder: Path) -> None:
 
 
 def test_a_large_grid_has_small_cells() -> None:
-    assert cells.thumbnail_height(3, 1, 1.0) == 384
+    assert images.thumbnail_height(3, 1, 1.0) == 384
     for ratio in (0.5, 1.0, 2.0):
-        height = cells.thumbnail_height(20, 20, ratio)
-        assert 400 * height * height * ratio <= cells.MOST_PIXELS
+        height = images.thumbnail_height(20, 20, ratio)
+        assert 400 * height * height * ratio <= images.MOST_PIXELS

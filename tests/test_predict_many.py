@@ -26,7 +26,7 @@ from qwen_cache.sources.places import File
 from qwen_train.inference import generator
 from qwen_train.inference import generator as many
 from qwen_train.inference import images as comparison
-from qwen_train.inference.images import COMPONENTS, GenerateJob, control_images
+from qwen_train.inference.images import COMPONENTS, Cell, GenerateJob, control_images
 from qwen_train.inference.pipeline import Devices, PromptEncoder
 
 from .support.commands import Result, run
@@ -131,7 +131,8 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
     settings = PredictConfig(dtype="float32", offload="model", negative_prompt="blurry", true_cfg_scale=4)
     folder = open_model(str(tiny_model("edit-plus")), COMPONENTS)
     offloading = generator.Generator(folder, settings, Devices(cpu, cpu, cpu))
-    jobs = [GenerateJob(prompt, (File(image),), prompt) for prompt in ("make it red", "make it 黑白")]
+    prompts, cell = ("make it red", "make it 黑白"), Cell(config=settings)
+    jobs = [GenerateJob(prompt, (File(image),), prompt, cell=cell) for prompt in prompts]
     embeds = many.encode(offloading, jobs)
     assert moves[0] == (cpu,)
     assert ("cpu",) not in moves  # it is on the device until it is freed, and `to` moves nothing that is there
@@ -139,7 +140,7 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
     for job in jobs:
         images = control_images(job, folder.family)
         for name, tensor in one_by_one.arguments(images, job.prompt, "blurry", offloading.condition_area).items():
-            assert torch.equal(embeds[job.name][name], tensor)
+            assert torch.equal(embeds[job.controls, job.prompt][name], tensor)
 
 
 def test_a_row_that_cannot_be_encoded_is_left_out(predict: Predict, tmp_path: Path) -> None:

@@ -47,7 +47,18 @@ def run_decode(
         settings = _settings(folder, given, config, assignments)
         folder = folder or Path(settings.train.output_dir)
         latents_files(folder)
-        made = _decode(folder, _decoder(settings, vae_device))
+        decoder = _decoder(settings, vae_device)
+        from qwen_train.inference.decode import not_decoded
+        from qwen_train.training.report import write_report
+
+        images = not_decoded(latents_files(folder))
+        with counting("decoding", len(images)) as advance:
+            for image in images:
+                decoder.decode(image)
+                advance(1)
+        if (folder / METRICS_NAME).is_file():
+            write_report(folder)
+        made = [image.png for image in images]
     if as_json:
         print_json({"folder": str(folder), "images": [str(path) for path in made]})
         return 0
@@ -69,20 +80,6 @@ def _decoder(settings: Config, vae_device: str) -> Decoder:
     from qwen_train.inference.decode import Decoder
 
     return Decoder(model, choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype))
-
-
-def _decode(folder: Path, decoder: Decoder) -> list[Path]:
-    from qwen_train.inference.decode import not_decoded
-    from qwen_train.training.report import write_report
-
-    images = not_decoded(latents_files(folder))
-    with counting("decoding", len(images)) as advance:
-        for image in images:
-            decoder.decode(image)
-            advance(1)
-    if (folder / METRICS_NAME).is_file():
-        write_report(folder)
-    return [image.png for image in images]
 
 
 def _watch(

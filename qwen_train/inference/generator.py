@@ -1,12 +1,12 @@
-"""Generating images with the stock pipelines: one, and many with one loading of the model."""
+"""Generating images with the stock pipelines: one, and lists of jobs with one loading of the model."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,35 +15,29 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 
 from qwen_cache.encode.vae import decode_images
-from qwen_cache.errors import ConfigError, Problem, SourceError
+from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.devices import torch_dtype
-from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.sources.detect import Readable
 from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
 from qwen_cache.terminal import console, counting
 from qwen_cache.text import plain
 from qwen_train.data.samples import Mixture, check_cache, unusual_controls
-from qwen_train.inference.cached import (
-    generate_cached,
-    guidance_from_cache,
-    initial_latents,
-)
+from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.images import (
     COMPONENTS,
+    Cell,
     Comparison,
     GenerateJob,
-    JobResults,
     Row,
+    Work,
     check_comparison,
     control_images,
     open_images,
-    output_paths,
-    pending_jobs,
-    run_jobs,
 )
 from qwen_train.inference.pipeline import (
     Devices,
@@ -56,6 +50,8 @@ from qwen_train.inference.pipeline import (
     encode_prompts,
     load_pipeline,
     memory_for,
+    replace_loras,
+    set_weights,
     with_defaults,
 )
 from qwen_train.lora.files import WeightedLora
@@ -72,6 +68,8 @@ ARGUMENTS = {
     *("height", "width", "output_resolution", "use_kv_cache"),
 }
 """The settings of `predict` that the pipelines take under the same name, if they are given."""
+NEGATIVE = "negative_"
+"""The beginning of the arguments of a negative prompt."""
 
 
 @dataclass(frozen=True)
@@ -227,124 +225,222 @@ class Generator:
         return GeneratedImages(generated, steps if pipeline.interrupt else None)
 
 
-# ---- many ------------------------------------------------------------------------------------------------------------
-# Many images with the model loaded once: jobs, with and without the LoRAs, and samples of a cache.
-#
-# The prompts of all missing images are encoded before the transformer is loaded. Refused: a row with the name of the
-# comparison, and a cache of another model.
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+# All jobs with one loading of each model: the prompts of the images that are missing are encoded first, each once, and
+# the encoder is freed; then the pipeline is loaded, and only its LoRAs are changed between jobs. A sample of a cache
+# needs no encoder.
 
-WITHOUT = "-without-lora"
+Encoded = dict[tuple[tuple[Readable, ...], str], dict[str, torch.Tensor] | SourceError]
+"""The pipeline's arguments in place of prompts, on the CPU, or an error, by control images and prompt."""
 
 
-def generate_jobs(
-    generator: Generator, jobs: Sequence[GenerateJob], folder: Path, *, comparison: Path | None = None
-) -> JobResults:
-    """Write a PNG for each job to `folder`; for a `comparison`, also one without the LoRAs, named -without-lora.
+def generator_of(
+    model: ModelFolder, cells: Sequence[Cell], devices: Devices, *, merge: bool, quantization: str
+) -> Generator:
+    """The generator of all cells; raises the errors of Generator for each of them, before anything is loaded."""
+    for cell in cells[1:]:
+        check_settings(model, cell.config, devices)
+    sets: dict[tuple[Path, ...], tuple[WeightedLora, ...]] = {}
+    for cell in sorted(cells, key=lambda cell: any(lora.weight != 1 for lora in cell.loras)):  # an OFT takes only 1
+        if cell.loras:
+            sets[cell.files] = cell.loras
+    first, *others = list(sets.values()) or [()]
+    tabulated = cells[0].config.tabulated_modulation
+    for loras in others:
+        check_loras(model, loras, merge, quantization, tabulated=tabulated)
+    return Generator(model, cells[0].config, devices, loras=first, merge=merge, quantization=quantization)
 
-    The caller writes the file `comparison` afterwards. Raises ConfigError or SourceError before loading the model if an
-    output would overwrite something else.
-    """
+
+def check_jobs(
+    generator: Generator, jobs: Sequence[GenerateJob], paths: Sequence[Path | None], whole: Path | None
+) -> None:
+    """Raise an error if the pipeline cannot take a job, or if an image, or `whole`, which shows all of them, would
+    overwrite another one, a control or a target."""
     for job in jobs:
         check_count(generator.model, len(job.controls))
-    passes = _passes(generator, jobs, comparison is not None)
-    check_paths([job for each, _ in passes for job in each], folder, comparison)
-    todo = [job for each, inputs in passes for job in pending_jobs(each, folder, inputs)]
-    embeds = encode(generator, todo)
-
-    def generated(job: GenerateJob) -> Image.Image:
-        if job.name not in embeds:
-            what = "the image existed before and is missing now"
-            raise SourceError(what, where=job.name, do="run the same command again")
-        encoded = embeds[job.name]
-        if isinstance(encoded, SourceError):
-            raise encoded
-        on_device = {name: tensor.to(generator.devices.transformer) for name, tensor in encoded.items()}
-        images = control_images(job, generator.model.family)
-        return generator.call_pipeline(images, on_device, one_of_many=True).images[0]
-
-    results = JobResults([], [], [])
-    for number, (each, inputs) in enumerate(passes):
-        if number and todo:
-            generator.pipeline.disable_lora()
-        new = run_jobs(each, generated, folder, inputs)
-        results = JobResults(results.written + new.written, results.skipped + new.skipped, results.failed + new.failed)
-    return results
-
-
-def _passes(
-    generator: Generator, jobs: Sequence[GenerateJob], compare: bool
-) -> list[tuple[list[GenerateJob], dict[str, Any]]]:
-    """The jobs, and with `compare` again without the LoRAs; each pass with the inputs of its images."""
-    plain: dict[str, Any] = {
-        "model": fingerprint(generator.model),
-        "quantization": generator.quantization,
-        "predict": settings_that_matter(generator.model, generator.config),
-    }
-    passes = [(list(jobs), {**plain, **loras_that_matter(generator.loras, merge=generator.merge)})]
-    if compare and generator.loras:
-        passes.append(([replace(job, name=job.name + WITHOUT) for job in jobs], plain))
-    return passes
-
-
-def check_paths(jobs: Sequence[GenerateJob], folder: Path, comparison: Path | None) -> None:
-    """Raise an error if the comparison or an image would overwrite another one, a control or a target."""
-    if comparison and os.path.lexists(comparison):
-        check_comparison(comparison)
-    paths = {path.resolve() for path in output_paths(jobs, folder)}
-    if comparison and comparison.resolve() in paths:
-        raise SourceError("a row has the name of the comparison", where=comparison, do="rename the row")
+    if whole and os.path.lexists(whole):
+        check_comparison(whole)
+    resolved = {path.resolve() for path in paths if path}
+    if whole and whole.resolve() in resolved:
+        raise SourceError("a row has the name of the comparison", where=whole, do="rename the row")
     for job in jobs:
         for image in (*job.controls, *([job.target] if job.target else [])):
-            if isinstance(image, File) and Path(str(image)).resolve() in paths:
+            if isinstance(image, File) and Path(str(image)).resolve() in resolved:
                 raise ConfigError("the result would replace a source image", where=image, do="name another --out")
 
 
-def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> dict[str, dict[str, torch.Tensor] | SourceError]:
-    """The pipeline's arguments in place of each job's prompts, on the CPU.
+def check_samples(generator: Generator, cache: Cache, jobs: Sequence[GenerateJob]) -> None:
+    """Raise an error if samples of a cache cannot be generated with this model and guidance; print what is unusual."""
+    guidance_from_cache(generator.config.negative_prompt, generator.sampling.true_cfg_scale)
+    check_cache(Mixture.of(cache), generator.model, generator.model.transformer_config)
+    with_controls = sum(job.sample is not None and len(job.sample.img_shapes) > 1 for job in jobs)
+    if with_controls and (note := unusual_controls(generator.model, with_controls, len(jobs))):
+        console().print(plain(note), markup=False)
 
-    The encoder goes to its device once, for all of them, and is freed. A job whose images cannot be read or encoded has
-    the error instead, and fails later.
+
+def generate_jobs(generator: Generator, work: Work) -> None:
+    """Carry out the jobs whose images are missing."""
+    readable = [job for job, _, digest in work.pending if not isinstance(digest, SourceError)]
+    embeds = encode(generator, [job for job in readable if job.sample is None])
+    active = ActiveLoras(generator)
+    # The cells of one checkpoint together; without a grid, all with the LoRAs and then all without.
+    work.pending.sort(key=lambda each: [str(file) for file in each[0].cell.files] if each[0].cell.values else [])
+
+    def generated(job: GenerateJob) -> Image.Image:
+        if job.sample is not None:
+            active.use(job.cell.loras)
+            return generate_sample(generator, job.sample, job.cell.config)
+        encoded = embeds[job.controls, job.prompt]
+        if isinstance(encoded, SourceError):
+            raise encoded
+        active.use(job.cell.loras)
+        own = {
+            name: tensor.to(generator.devices.transformer)
+            for name, tensor in encoded.items()
+            if is_guided(generator.model, job.cell.config) or not name.startswith(NEGATIVE)
+        }
+        images = control_images(job, generator.model.family)
+        return generator.call_pipeline(images, own, config=job.cell.config, one_of_many=True).images[0]
+
+    work.run(generated)
+    if work.images:
+        generator.pipeline.maybe_free_model_hooks()
+
+
+def is_guided(model: ModelFolder, config: PredictConfig) -> bool:
+    """True if the negative prompt takes part."""
+    return config.negative_prompt is not None and Sampling.of(model, config).true_cfg_scale > 1
+
+
+def encode(generator: Generator, jobs: Sequence[GenerateJob]) -> Encoded:
+    """Encode each prompt of the jobs once; the negative prompt too, if a job is guided.
+
+    The encoder goes to its device once, for all of them, and is freed. Where images cannot be read or encoded, there is
+    the error instead, with which each job fails later; that of a grid is raised, since all cells would fail.
     """
+    embeds: Encoded = {}
+    prompts = {(job.controls, job.prompt): job for job in jobs}
+    if not prompts:
+        return embeds
+    guided = any(is_guided(generator.model, job.cell.config) for job in jobs)
+    negative = generator.config.negative_prompt if guided else None
     encoder = PromptEncoder(generator.model, generator.devices.text, generator.dtype, generator.config.offload)
-    embeds: dict[str, dict[str, torch.Tensor] | SourceError] = {}
-    with counting("encoding prompts", len(jobs)) as advance:
-        for job in jobs:
+    with counting("encoding prompts", len(prompts)) as advance:
+        for key, job in prompts.items():
             try:
                 images = control_images(job, generator.model.family)
-                prompts = job.prompt, generator.negative_prompt
-                embeds[job.name] = encoder.arguments(images, *prompts, generator.condition_area)
+                embeds[key] = encoder.arguments(images, job.prompt, negative, generator.condition_area)
             except SourceError as error:
-                embeds[job.name] = error
+                if job.cell.values:
+                    raise
+                embeds[key] = error
             advance(1)
     encoder.free()
     return embeds
 
 
-def compared(
-    jobs: Sequence[GenerateJob], folder: Path, family: Family, *, with_lora: bool, failed: Sequence[Problem]
-) -> Iterator[Comparison]:
-    """The generated images of each job that has all of them, with its controls and target."""
-    titles = {"with LoRA": "", "without LoRA": WITHOUT} if with_lora else {"without LoRA": ""}
-    failed_names = {
-        name for job in jobs for name in (job.name, job.name + WITHOUT) if any(_is_of(p, name) for p in failed)
-    }
-    for job in jobs:
-        files = {title: folder / f"{job.name}{suffix}.png" for title, suffix in titles.items()}
-        if not all(path.is_file() for path in files.values()) or failed_names & {job.name, job.name + WITHOUT}:
-            continue
-        images = dict(zip(files, open_images(list(files.values()), family), strict=True))
-        target = control_images(replace(job, controls=(job.target,)), family)[0] if job.target else None
-        row = Row(tuple(control_images(job, family)), images["without LoRA"], images.get("with LoRA"), target)
-        yield Comparison(job.name, job.prompt, row, files)
+@dataclass
+class ActiveLoras:
+    """The LoRAs of a generator's pipeline, changed without loading the transformer again."""
+
+    generator: Generator
+    _enabled: bool = True
+
+    def __post_init__(self) -> None:
+        self._loaded = tuple(self.generator.loras)
+
+    def use(self, loras: tuple[WeightedLora, ...]) -> None:
+        """Load them in place of others, or give those that are loaded their weights, or turn them off if there are
+        none."""
+        pipeline = self.generator.pipeline
+        if not loras:
+            if self._loaded and self._enabled:
+                pipeline.disable_lora()
+            self._enabled = False
+            return
+        if [lora.file for lora in loras] != [lora.file for lora in self._loaded]:
+            replace_loras(pipeline, loras, self.generator.config.offload)
+        else:
+            if not self._enabled:
+                pipeline.enable_lora()
+            if loras != self._loaded:
+                set_weights(pipeline, loras)
+        self._loaded, self._enabled = loras, True
 
 
-def _is_of(problem: Problem, name: str) -> bool:
-    return problem.where == name or problem.where.startswith(f"{name}: ")
+def generate_sample(generator: Generator, sample: Sample, config: PredictConfig) -> Image.Image:
+    """The image of a sample of a cache; KeyboardInterrupt after a signal."""
+    pipeline, family = generator.pipeline, generator.model.family
+    sampling, device = Sampling.of(generator.model, config), generator.devices.transformer
+    with Signals() as signals, counting("generating", sampling.num_inference_steps, transient=True) as advance:
+
+        def on_step(_: int) -> None:
+            advance(1)
+            if signals.stop:
+                raise KeyboardInterrupt
+
+        with memory_for("denoising", device):
+            latents = generate_cached(
+                sample,
+                pipeline.transformer,
+                FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
+                family=family,
+                num_inference_steps=sampling.num_inference_steps,
+                true_cfg_scale=guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale),
+                sigmas=sampling.sigmas,
+                use_kv_cache=sampling.use_kv_cache,
+                latents=initial_latents(sample, config.seed, generator.dtype, family),
+                device=device,
+                dtype=generator.dtype,
+                on_step=on_step,
+            )
+        image = decode_images(pipeline.vae, latents, sample.img_shapes[:1])[0]
+        if signals.stop:  # while the image was decoded
+            raise KeyboardInterrupt
+    return image
 
 
-def loras_that_matter(loras: Sequence[WeightedLora], *, merge: bool) -> dict[str, Any]:
-    """The LoRAs by their content; {} without any."""
-    return {"loras": [[file_digest(lora.file), lora.weight] for lora in loras], "merge": merge} if loras else {}
+def comparisons(generator: Generator, work: Work, count: int) -> Iterator[Comparison]:
+    """The first `count` jobs whose images exist with and without the LoRAs, with controls and target.
+
+    The others are the same jobs without the LoRAs, if there are any.
+    """
+    family, done = generator.model.family, {*work.written, *work.skipped}
+    for number, job in enumerate(work.jobs[:count]):
+        both = slice(number, None, count)
+        titles = ["with LoRA", "without LoRA"] if job.cell.loras else ["without LoRA"]
+        files = {title: path for title, path in zip(titles, work.paths[both], strict=True) if path}
+        if job.sample is None:
+            if not done.issuperset(files.values()):
+                continue
+            images = open_images(list(files.values()), family)
+            controls = control_images(job, family)
+            targets = control_images(replace(job, controls=(job.target,)), family) if job.target else [None]
+        else:
+            images, sample, vae = work.images[both], job.sample, generator.pipeline.vae
+            shapes = sample.img_shapes
+            controls = decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
+            targets = decode_images(vae, sample["image_latents"], shapes[:1]) if "image_latents" in sample else [None]
+        shown = dict(zip(titles, images, strict=True))
+        row = Row(tuple(controls), shown["without LoRA"], shown.get("with LoRA"), targets[0])
+        yield Comparison(job.sample.name if job.sample else job.name, job.prompt, row, files)
+
+
+# ---- the inputs of an image ------------------------------------------------------------------------------------------
+
+
+def inputs_of(generator: Generator) -> Callable[[GenerateJob], dict[str, Any]]:
+    """A function that returns the inputs of a job's image besides prompt and controls: the model by its files' times,
+    LoRAs by their content, settings."""
+    model = {"model": fingerprint(generator.model), "quantization": generator.quantization}
+    digest = cache(file_digest)
+
+    def inputs(job: GenerateJob) -> dict[str, Any]:
+        loras = [[digest(lora.file), lora.weight] for lora in job.cell.loras]
+        merged = {"loras": loras, "merge": generator.merge} if loras else {}
+        return {**model, "predict": settings_that_matter(generator.model, job.cell.config), **merged}
+
+    return inputs
 
 
 def settings_that_matter(model: ModelFolder, config: PredictConfig) -> dict[str, Any]:
@@ -366,60 +462,3 @@ def fingerprint(model: ModelFolder) -> str:
     return content_hash(
         json.dumps([[component, name, s.st_size, s.st_mtime_ns] for component, name, s in stats]).encode()
     )
-
-
-# ---- from a cache ----------------------------------------------------------------------------------------------------
-
-
-def generate_samples(generator: Generator, cache: Cache, samples: Sequence[Sample], *, compare: bool) -> Iterator[Row]:
-    """Generate each sample; with `compare`, also without the LoRAs, and decode its own images."""
-    model, config, devices = generator.model, generator.config, generator.devices
-    sampling = generator.sampling
-    guidance = guidance_from_cache(config.negative_prompt, sampling.true_cfg_scale)
-    check_cache(Mixture.of(cache), model, model.transformer_config)
-    with_controls = sum(len(sample.img_shapes) > 1 for sample in samples)
-    if with_controls and (note := unusual_controls(model, with_controls, len(samples))):
-        console().print(plain(note), markup=False)
-    pipeline = generator.pipeline
-    passes = 2 if compare and generator.loras else 1
-    with Signals() as signals, counting("generating", len(samples) * passes * generator.steps) as advance:
-
-        def on_step(_: int) -> None:
-            advance(1)
-            if signals.stop:
-                raise KeyboardInterrupt
-
-        def generated(sample: Sample) -> Image.Image:
-            with memory_for("denoising", devices.transformer):
-                latents = generate_cached(
-                    sample,
-                    pipeline.transformer,
-                    FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config),
-                    family=model.family,
-                    num_inference_steps=sampling.num_inference_steps,
-                    true_cfg_scale=guidance,
-                    sigmas=sampling.sigmas,
-                    use_kv_cache=sampling.use_kv_cache,
-                    latents=initial_latents(sample, config.seed, generator.dtype, model.family),
-                    device=devices.transformer,
-                    dtype=generator.dtype,
-                    on_step=on_step,
-                )
-            return decode_images(pipeline.vae, latents, sample.img_shapes[:1])[0]
-
-        for sample in samples:
-            row = Row(with_lora=generated(sample)) if generator.loras else Row(without_lora=generated(sample))
-            if passes == 2:
-                pipeline.disable_lora()
-                row = replace(row, without_lora=generated(sample))
-                pipeline.enable_lora()
-            yield with_cached_images(row, sample, pipeline.vae) if compare else row
-    pipeline.maybe_free_model_hooks()
-
-
-def with_cached_images(row: Row, sample: Sample, vae: Any) -> Row:
-    """The row with its sample's decoded controls and, if there is one, target."""
-    target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-    decoded = decode_images(vae, sample["control_latents"], controls) if controls else []
-    targets = decode_images(vae, sample["image_latents"], target) if "image_latents" in sample else [None]
-    return replace(row, controls=tuple(decoded), target=targets[0])

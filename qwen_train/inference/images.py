@@ -1,4 +1,4 @@
-"""Images to generate: jobs, their files, the axes of a grid, images side by side. Imports no torch."""
+"""Images to generate: jobs, the loop over them, files, the axes of a grid, images side by side. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import Any
 from PIL import Image, PngImagePlugin
 
 from qwen_cache.errors import ConfigError, Problem, SourceError
+from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.html.grid import HEIGHT, make_grid
+from qwen_cache.html.grid import HEIGHT, make_grid, thumbnail
 from qwen_cache.html.page import relative_url, render
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import ModelFolder
@@ -37,12 +38,15 @@ from qwen_train.lora.files import WEIGHTS_NAME, WeightedLora, find_lora, parse_l
 from qwen_train.run import checkpoints
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
-# Batch generation: several prompts for the same images, or all rows of a source, one PNG each.
+# A job is an image to generate: its inputs, settings and LoRAs. Prompts, rows of a source and samples of a cache are
+# jobs; each cell of a grid, and each image without the LoRAs to compare with, is a job again. All are listed first and
+# then carried out by one loop (`Work`).
 #
 # A PNG records the hash of its inputs: prompt, bytes of the control images, settings. An existing PNG with the same
-# hash is skipped, so a killed run continues where it stopped; one with another hash is generated again. Each is written
-# atomically. Refused before anything is generated: a file in the way that was not generated here, and names that are
-# equal or lead out of the folder. A job whose image cannot be read is reported; the others continue.
+# hash is skipped, so a killed run continues where it stopped; one with another hash is generated again. Jobs with equal
+# inputs are generated once. Each image is written atomically. Refused before anything is generated: a file in the way
+# that was not generated here, and names that are equal or lead out of the folder. A job whose image cannot be read is
+# reported; the others continue.
 
 COMPONENTS_FOR_A_CACHE = ("vae", "transformer", "scheduler")
 COMPONENTS = (*COMPONENTS_FOR_A_CACHE, "text_encoder", "tokenizer", "processor")
@@ -51,9 +55,33 @@ CHUNK = "qwen-train job"
 """The key of the PNG text chunk with the hash."""
 NO_NAME_ON_WINDOWS = frozenset('<>:"|?*')
 PAGE_HASH = "by itself"
-"""Instead of a hash, in an image that belongs to no job: a single image, or a comparison."""
+"""Instead of a hash, in an image that is generated each time: a single one, one from a cache, or a comparison."""
+WITHOUT = "-without-lora"
+"""The end of the name of an image that is generated without the LoRAs, to compare with."""
 LONGEST_COMPONENT = 240
 """Bytes of a path component: file systems take 255, minus room for the extension and the temporary name."""
+
+
+Value = int | float | str
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one image is generated with; without a grid, all images are of one cell without values."""
+
+    values: Mapping[str, Value] = field(default_factory=dict)
+    """By axis, in the order of the axes."""
+    config: PredictConfig = field(default_factory=PredictConfig)
+    loras: tuple[WeightedLora, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Those of the LoRAs."""
+        return tuple(lora.file for lora in self.loras)
+
+    def name(self, stem: str) -> str:
+        """The name of its file without `.png`, such as `out-lora_weight=0.5`."""
+        return "-".join([stem, *(f"{axis}={value}" for axis, value in self.values.items())])
 
 
 @dataclass(frozen=True)
@@ -66,18 +94,9 @@ class GenerateJob:
     prompt: str
     target: Readable | None = None
     """The target if known, only for comparison; it does not affect the image."""
-    inputs: Mapping[str, Any] = field(default_factory=dict)
-    """Inputs that this image does not share with the others, as JSON, such as another seed."""
-
-
-@dataclass(frozen=True)
-class JobResults:
-    """The results of a list of jobs."""
-
-    written: list[Path]
-    skipped: list[Path]
-    """Images that already existed."""
-    failed: list[Problem]
+    sample: Sample | None = None
+    """The sample of a cache with the embeddings of the prompt and the latents of the controls."""
+    cell: Cell = Cell()
 
 
 def source_jobs(
@@ -137,65 +156,74 @@ def control_images(job: GenerateJob, family: Family) -> list[Image.Image]:
     return [open_image(image.read(), str(image)) for image in job.controls]
 
 
-def run_jobs(
-    jobs: Sequence[GenerateJob],
-    generate: Callable[[GenerateJob], Image.Image],
-    out_folder: Path,
-    inputs: Mapping[str, Any],
-) -> JobResults:
-    """Generate missing and outdated images into `out_folder`, one PNG for each job.
+class Work:
+    """Jobs that are listed, and their results once they are carried out.
 
-    `inputs` are the inputs that all images share, besides their jobs, as JSON: model, LoRA, settings, seed.
+    `inputs` are the inputs of a job's image besides prompt and controls, as JSON: model, LoRAs, settings, seed. Without
+    it each image is generated, whatever exists, written in the format of its path, and kept in memory; one without a
+    path is only kept.
     """
-    paths = output_paths(jobs, out_folder)
-    existing = {path: recorded_hash(path) for path in paths if os.path.lexists(path)}
-    written: list[Path] = []
-    skipped: list[Path] = []
-    failed: list[Problem] = []
-    with counting("images", len(jobs)) as advance:
+
+    def __init__(
+        self,
+        jobs: Sequence[GenerateJob],
+        paths: Sequence[Path | None],
+        inputs: Callable[[GenerateJob], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self.jobs, self.paths = jobs, paths
+        self.written: list[Path] = []
+        self.skipped: list[Path] = []
+        """Images that already existed."""
+        self.failed: list[Problem] = []
+        self.images: list[Image.Image] = []
+        """Those that are kept, in the order of the jobs."""
+        self.pending: list[tuple[GenerateJob, Path | None, str | SourceError | None]] = []
+        """Each with the hash of its inputs, or with the error of reading them."""
+        self._of_inputs: dict[str, Path] = {}
+        existing = {path: recorded_hash(path) for path in paths if inputs and path and os.path.lexists(path)}
         for job, path in zip(jobs, paths, strict=True):
-            try:
-                digest = inputs_hash(job, inputs)
-                if existing.get(path) == digest:
-                    skipped.append(path)
+            digest: str | SourceError | None = None
+            if inputs and path:
+                try:
+                    digest = inputs_hash(job, inputs(job))
+                except SourceError as error:
+                    digest = error
+                if isinstance(digest, str) and existing.get(path) == digest:
+                    self.skipped.append(path)
+                    self._of_inputs[digest] = path
+                    continue
+            self.pending.append((job, path, digest))
+
+    def run(self, generate: Callable[[GenerateJob], Image.Image]) -> None:
+        """Generate and write the images that do not exist; those of equal inputs are generated once."""
+        with counting("images", len(self.jobs)) as advance:
+            advance(len(self.skipped))
+            for job, path, digest in self.pending:
+                try:
+                    if isinstance(digest, SourceError):
+                        raise digest
+                    if path and (same := self._of_inputs.get(digest or "")):
+                        make_folder(path.parent)
+                        write_durably(path, same.read_bytes())
+                    else:
+                        image = generate(job)
+                        self.images += [] if digest else [image]
+                        if path:
+                            save_images([image], path, digest or PAGE_HASH)
+                except SourceError as error:
+                    where = job.name if error.where is None else f"{job.name}: {error.where}"
+                    self.failed.append(Problem(where, error.fault, error.do or "restore it"))
                 else:
-                    write_image(path, generate(job), digest)
-                    written.append(path)
-            except SourceError as error:
-                where = job.name if error.where is None else f"{job.name}: {error.where}"
-                failed.append(Problem(where, error.fault, error.do or "restore it"))
-            advance(1)
-    return JobResults(written, skipped, failed)
-
-
-def pending_jobs(jobs: Sequence[GenerateJob], out_folder: Path, inputs: Mapping[str, Any]) -> list[GenerateJob]:
-    """The jobs that `run_jobs` will generate; it reports those that cannot be read."""
-    pending = []
-    for job, path in zip(jobs, output_paths(jobs, out_folder), strict=True):
-        with suppress(SourceError):
-            if not os.path.lexists(path) or recorded_hash(path) != inputs_hash(job, inputs):
-                pending.append(job)
-    return pending
+                    if path:
+                        self.written.append(path)
+                        self._of_inputs |= {digest: path} if digest else {}
+                advance(1)
 
 
 def inputs_hash(job: GenerateJob, inputs: Mapping[str, Any]) -> str:
     """The hash of all inputs of the image; its name is not among them."""
     controls = [content_hash(image.read()) for image in job.controls]
-    return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": {**inputs, **job.inputs}}))
-
-
-def png_metadata(digest: str) -> PngImagePlugin.PngInfo:
-    """The PNG metadata that records the hash of an image's inputs."""
-    text = PngImagePlugin.PngInfo()
-    text.add_text(CHUNK, digest)
-    return text
-
-
-def write_image(path: Path, image: Image.Image, digest: str) -> None:
-    make_folder(path.parent)
-    data = BytesIO()
-    image.save(data, "PNG", pnginfo=png_metadata(digest))
-    write_durably(path, data.getvalue())
+    return content_hash(canonical_json({"prompt": job.prompt, "controls": controls, "about": inputs}))
 
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
@@ -246,7 +274,10 @@ def recorded_hash(path: Path) -> str | None:
         with Image.open(path, formats=["PNG"]) as image:
             digest = image.info.get(CHUNK)
             if isinstance(digest, str):
-                return digest if is_intact(image) else None
+                with suppress(OSError, SyntaxError, ValueError):
+                    image.verify()
+                    return digest
+                return None
     except (OSError, ValueError, Image.DecompressionBombError):
         pass
     raise not_ours(path)
@@ -259,14 +290,6 @@ def not_ours(path: Path) -> ConfigError:
         where=path,
         do="move it, or name another --out",
     )
-
-
-def is_intact(image: Image.Image) -> bool:
-    try:
-        image.verify()
-    except (OSError, SyntaxError, ValueError):
-        return False
-    return True
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------
@@ -299,17 +322,19 @@ def image_paths(out: Path, count: int) -> list[Path]:
     return [out] if count == 1 else [out.with_stem(f"{out.stem}-{number}") for number in range(1, count + 1)]
 
 
-def save_images(images: Sequence[Image.Image], out: Path) -> list[Path]:
+def save_images(images: Sequence[Image.Image], out: Path, digest: str = PAGE_HASH) -> list[Path]:
     """Write the images to their paths, each atomically.
 
-    A PNG records that it was generated here, so `run_jobs` may replace it.
+    A PNG records `digest`, and so that it was generated here and may be replaced.
     """
     make_folder(out.parent)
     kind, paths = image_format(out), image_paths(out, len(images))
+    recorded = PngImagePlugin.PngInfo()
+    recorded.add_text(CHUNK, digest)
     for path, image in zip(paths, images, strict=True):
         data = BytesIO()
         shown = image if FORMATS[kind] else over_white(image)
-        shown.save(data, kind, **({"pnginfo": png_metadata(PAGE_HASH)} if kind == "PNG" else {}))
+        shown.save(data, kind, **({"pnginfo": recorded} if kind == "PNG" else {}))
         write_durably(path, data.getvalue())
         if shown is not image and image.getchannel("A").getextrema() != (255, 255):
             console().print(
@@ -335,8 +360,8 @@ FINAL = "final"
 """The checkpoint that is the finished LoRA."""
 MOST_VALUES = 20
 """The most values of an axis: many programs cannot show a larger image of all cells."""
-
-Value = int | float | str
+MOST_PIXELS = 50_000_000
+"""Pixels of the cells in the image of all of them; titles add a third at most, and Pillow warns about 89 million."""
 
 
 @dataclass(frozen=True)
@@ -349,20 +374,6 @@ class Axis:
     def titles(self) -> list[str]:
         """Each value with the name, such as `lora_weight=0.5`."""
         return [f"{self.name}={value}" for value in self.values]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What one image is generated with."""
-
-    values: Mapping[str, Value]
-    """By axis, in the order of the axes."""
-    config: PredictConfig
-    loras: tuple[WeightedLora, ...]
-
-    def name(self, stem: str) -> str:
-        """The name of its file without `.png`, such as `out-lora_weight=0.5`."""
-        return "-".join([stem, *(f"{axis}={value}" for axis, value in self.values.items())])
 
 
 def parse_axes(texts: Sequence[str], config: PredictConfig) -> list[Axis]:
@@ -380,18 +391,14 @@ def parse_axes(texts: Sequence[str], config: PredictConfig) -> list[Axis]:
             raise ConfigError("unknown axis", where="--grid", expected=" or ".join(AXES), found=name, do=do)
         if name in (axis.name for axis in axes):
             raise ConfigError("this axis is given twice", where="--grid", found=name, do="list all its values in one")
-        axes.append(Axis(name, _values(name, values.split(","), config)))
+        axis = Axis(name, tuple(_value(name, value.strip(), config) for value in values.split(",")))
+        where, count = f"--grid {name}", len(axis.values)
+        if twice := [value for value in axis.values if axis.values.count(value) > 1]:
+            raise ConfigError("a value is given twice", where=where, found=twice[0])
+        if count > MOST_VALUES:
+            raise ConfigError("too many values", where=where, expected=f"at most {MOST_VALUES}", found=count)
+        axes.append(axis)
     return axes
-
-
-def _values(name: str, texts: Sequence[str], config: PredictConfig) -> tuple[Value, ...]:
-    values = [_value(name, text.strip(), config) for text in texts]
-    twice = [value for value in values if values.count(value) > 1]
-    if twice or len(values) > MOST_VALUES:
-        what = "a value is given twice" if twice else "too many values"
-        expected = None if twice else f"at most {MOST_VALUES}"
-        raise ConfigError(what, where=f"--grid {name}", expected=expected, found=twice[0] if twice else len(values))
-    return tuple(values)
 
 
 def _value(name: str, text: str, config: PredictConfig) -> Value:
@@ -423,12 +430,17 @@ def _with(config: PredictConfig, name: str, value: Value) -> PredictConfig:
 
 
 def grid_cells(axes: Sequence[Axis], config: PredictConfig, loras: Sequence[str]) -> list[Cell]:
-    """The cells, row by row; `loras` are the values of `--lora`.
+    """The cells, row by row, one without axes; `loras` are the values of `--lora`.
 
     Raises ConfigError for an axis of something that is not there, TrainError for a path without a LoRA.
     """
     names = {axis.name for axis in axes}
-    _check_sampling(names, config)
+    if "true_cfg_scale" in names and config.negative_prompt is None:
+        what = "without a negative prompt there is nothing to guide away from"
+        raise ConfigError(what, where="--grid true_cfg_scale", do='give one: --negative-prompt " "')
+    if "num_inference_steps" in names and config.sigmas is not None:
+        what = "predict.sigmas are the noise levels, so the number of steps would be ignored"
+        raise ConfigError(what, where="--grid num_inference_steps", do="leave one of them out")
     files = _varied_files(axes, loras) if names & set(OF_LORA) else {}
     fixed = [] if files else [parse_lora(text) for text in loras]
     weight = split_weight(loras[0])[1] if files else 1.0
@@ -447,18 +459,11 @@ def grid_cells(axes: Sequence[Axis], config: PredictConfig, loras: Sequence[str]
     return cells
 
 
-def _check_sampling(names: set[str], config: PredictConfig) -> None:
-    """Raise ConfigError for an axis that would make no difference."""
-    if "true_cfg_scale" in names and config.negative_prompt is None:
-        what = "without a negative prompt there is nothing to guide away from"
-        raise ConfigError(what, where="--grid true_cfg_scale", do='give one: --negative-prompt " "')
-    if "num_inference_steps" in names and config.sigmas is not None:
-        what = "predict.sigmas are the noise levels, so the number of steps would be ignored"
-        raise ConfigError(what, where="--grid num_inference_steps", do="leave one of them out")
-
-
 def _varied_files(axes: Sequence[Axis], loras: Sequence[str]) -> dict[Value, Path]:
-    """The files of the LoRA whose weight or step is varied: by checkpoint, or the one that --lora names as `final`."""
+    """The files of the LoRA whose weight or step is varied: by checkpoint, or the one that --lora names as `final`.
+
+    ConfigError for a checkpoint that does not exist lists those that do.
+    """
     names = [axis.name for axis in axes if axis.name in OF_LORA]
     if len(loras) != 1:
         found = "no --lora" if not loras else f"{len(loras)} of them"
@@ -470,12 +475,9 @@ def _varied_files(axes: Sequence[Axis], loras: Sequence[str]) -> dict[Value, Pat
         found = f"--lora …:{weight:g} and --grid {LORA_WEIGHT}"
         raise ConfigError("the weight is given twice", where=path, found=found, do="leave one of them out")
     steps = next((axis.values for axis in axes if axis.name == CHECKPOINT), None)
-    return {FINAL: find_lora(Path(path))} if steps is None else _of_checkpoints(Path(path), steps)
-
-
-def _of_checkpoints(folder: Path, steps: Sequence[Value]) -> dict[Value, Path]:
-    """The LoRA of each checkpoint of a run; ConfigError, which lists those that exist, if one of them does not."""
-    where = f"--grid {CHECKPOINT}"
+    folder, where = Path(path), f"--grid {CHECKPOINT}"
+    if steps is None:
+        return {FINAL: find_lora(folder)}
     if not folder.is_dir():
         raise ConfigError("checkpoints are in the folder of a run", where=where, found=folder, do="name it with --lora")
     there: dict[Value, Path] = dict(checkpoints(folder))
@@ -486,6 +488,26 @@ def _of_checkpoints(folder: Path, steps: Sequence[Value]) -> dict[Value, Path]:
         what = f"{folder} has no such checkpoint"
         raise ConfigError(what, where=where, expected=known, found=", ".join(map(str, missing)))
     return {step: find_lora(there[step]) for step in steps}
+
+
+def cells_side_by_side(axes: Sequence[Axis], paths: Sequence[Path], prompt: str, family: Family) -> Image.Image:
+    """The first axis from left to right, the second downwards, and the prompt below."""
+    columns, rows = len(axes[0].values), len(axes[1].values) if axes[1:] else 1
+    (first,) = open_images(paths[:1], family)
+    height = thumbnail_height(columns, rows, first.width / first.height)
+    small = []
+    for path in paths:  # all of them are in memory at once
+        (image,) = open_images([path], family)
+        small.append(thumbnail(image, height) if image.height > height else image)
+    captions = axes[1].titles() if axes[1:] else [""]
+    captions[-1] = f"{captions[-1]}\n{prompt}"
+    table = [small[row * columns : (row + 1) * columns] for row in range(rows)]
+    return make_grid(axes[0].titles(), table, captions, height)
+
+
+def thumbnail_height(columns: int, rows: int, ratio: float) -> int:
+    """The height of a cell of this ratio of width to height, so that all of them have MOST_PIXELS at most."""
+    return min(HEIGHT, math.isqrt(int(MOST_PIXELS / (columns * rows * ratio))))
 
 
 # ---- grid ------------------------------------------------------------------------------------------------------------
