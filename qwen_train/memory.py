@@ -81,8 +81,9 @@ def memory_for_training(device: torch.device) -> Iterator[None]:
 # A training step of the real configuration runs on tensors without data (torch's device "meta"), and the live bytes are
 # counted: parameters, activations saved by autograd, recomputed blocks, gradients. Blocks are equal, so only a few are
 # run and the rest is extrapolated. Quantised weights, the optimizer's state and the device's own memory are computed.
-# Refused: another class of transformer than ours. Not predicted: `train.compile`, which saves fewer activations, and
-# several processes (DDP's buckets, FSDP2).
+# Refused: another class of transformer than ours. Not predicted: several processes (DDP's buckets, FSDP2), and
+# `train.compile`. Compiled blocks save a quarter less if they are not recomputed (docs/gpu/); if they are, a run lets
+# them keep the output of attention where that fits (`attention_bytes`).
 
 Device = Literal["accelerator", "cpu"]
 ACCELERATOR = torch.device("cuda")  # or any other: predictions are the same
@@ -653,6 +654,13 @@ def memory_by_blocks(
     layers, (least, most) = int(transformer["num_layers"]), totals
     further = max(1, layers - 1)  # beside the one that is being recomputed
     return [most, *(least + (most - least) * (layers - count) // further for count in range(1, layers + 1))]
+
+
+def attention_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
+    """The output of a block's attention and its log-sum-exp, in float32."""
+    tokens = tokens_of(batch, settings.train, family_of_transformer(transformer))
+    heads, size = int(transformer["num_attention_heads"]), int(transformer["attention_head_dim"])
+    return tokens * heads * (size * compute_dtype(settings.train).itemsize + 4)
 
 
 def fewest_recomputed(memory: Sequence[int], capacity: float) -> int:

@@ -112,14 +112,14 @@ class Steps:
 
     def next(self) -> dict[str, float]:
         """A step, and its metrics. It begins again without what the run chose by itself and what has failed: blocks
-        that are not recomputed, by lack of memory, and compiled blocks."""
+        and attention that are not recomputed, by lack of memory, and compiled blocks."""
         run, consumed, micro_batches = self.p.run, self.p.run.consumed_samples, self.p.accelerator.step
         try:
             return self._step()
         except torch.OutOfMemoryError:
-            if not self.p.recompute_all():
+            if not self.p.recompute_more():
                 raise
-            told = "ran out of memory: all blocks are recomputed from here on"
+            told = "ran out of memory: more is recomputed from here on"
         except RuntimeError as error:
             if not is_of_compiler(error):
                 raise

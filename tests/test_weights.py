@@ -229,7 +229,7 @@ def test_all_blocks_are_recomputed_where_the_plan_was_wrong(
     assert counts == [1] * 4 + [2] * (batches - 2)
     assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
     assert "1 of 2 blocks are recomputed" in result.stderr
-    assert "step 2 ran out of memory: all blocks are recomputed from here on" in result.stderr
+    assert "step 2 ran out of memory: more is recomputed from here on" in result.stderr
 
 
 @pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < compilation.TORCH, reason="an older torch")
@@ -248,6 +248,32 @@ def test_a_run_that_cannot_compile_goes_on(train: Trainer, monkeypatch: pytest.M
     assert "step 1 could not be compiled (no such compiler)" in result.stderr
     assert column(train.folder / "out", "loss") == column(plain, "loss")
     refused(explicit, "the blocks could not be compiled", "found no such compiler", "set train.compile=false")
+
+
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < compilation.TORCH, reason="an older torch")
+@pytest.mark.parametrize(("capacity", "kept"), [(1 << 50, [True, True, False]), slow(1, [False] * 3)])
+def test_compiled_blocks_keep_their_attention_while_it_fits(
+    train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, capacity: int, kept: list[bool]
+) -> None:
+    """The step that ran out of memory is repeated without."""
+    settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0}
+    plain = train(settings=settings, out="plain")
+    monkeypatch.setattr(prepare, "total_memory", lambda _: capacity)
+    found, compute_loss = [], training.compute_loss
+
+    def runs_out(transformer: Any, *inputs: Any) -> Any:
+        found.append(prepared[-1].run.transformer.keeps_attention)
+        if found == [True, True]:  # in the second batch of the first step
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return compute_loss(transformer, *inputs)
+
+    monkeypatch.setattr(training, "compute_loss", runs_out)
+    with compiling(monkeypatch, "eager"):
+        result = train.try_(settings=settings, train__compile=True, train__gradient_checkpointing=True)
+    assert found[:3] == kept
+    assert not any(found[3:])
+    assert ("step 1 ran out of memory: more is recomputed from here on" in result.stderr) == kept[0]
+    assert column(train.folder / "out", "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
 
 
 @pytest.mark.slow

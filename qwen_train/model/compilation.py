@@ -37,7 +37,7 @@ ATTENTION = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
 }
-"""The operations whose outputs a recomputed block keeps: they take long, and their outputs are small."""
+"""The operations whose outputs a recomputed block keeps if there is room: they take long, and each is one tensor."""
 
 
 # ---- train.compile ---------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def _forward(transformer: Any, run: Any, block: nn.Module, *arguments: Any, **st
     """The compiled block. A call of the stock model, which names its arguments, is not compiled: it has caches."""
     if stock:
         return type(block).forward(block, *arguments, **stock)
-    return run(block, block in transformer.recomputed_blocks, *arguments)
+    return run(block, block in transformer.recomputed_blocks, transformer.keeps_attention, *arguments)
 
 
 def is_of_compiler(error: RuntimeError) -> bool:
@@ -152,11 +152,13 @@ def is_of_compiler(error: RuntimeError) -> bool:
     return isinstance(error, TorchDynamoException)
 
 
-def _run(block: nn.Module, is_recomputed: bool, *arguments: Any) -> Any:
+def _run(block: nn.Module, is_recomputed: bool, keeps_attention: bool, *arguments: Any) -> Any:
     """The block's own forward; its class is looked at, since FSDP2 changes it."""
     forward = functools.partial(type(block).forward, block)
     if not (is_recomputed and torch.is_grad_enabled()):
         return forward(*arguments)
+    if not keeps_attention:
+        return checkpoint(forward, *arguments, use_reentrant=False)
     contexts = functools.partial(create_selective_checkpoint_contexts, _keep_attention)
     return checkpoint(forward, *arguments, use_reentrant=False, context_fn=contexts)
 

@@ -105,6 +105,8 @@ class MixedSizes:
     """Parameters of the last block that get no gradient."""
     recomputed_blocks: Collection[torch.nn.Module] = ()
     """The blocks that gradient checkpointing recomputes."""
+    keeps_attention: bool = True
+    """Compiled blocks that are recomputed keep the output of their attention."""
     is_compiled: bool = False
     """True after `compile_blocks`: batches are then read so that few graphs serve all."""
     _layout: Layout = "padded"

@@ -28,6 +28,7 @@ from qwen_train.lora.reader import read_lora
 from qwen_train.memory import (
     PARTS,
     SAFE,
+    attention_bytes,
     fewest_recomputed,
     largest_batch,
     largest_image,
@@ -210,17 +211,19 @@ class Prepared:
         checkpoint_blocks(transformer, [i for i, b in enumerate(transformer.transformer_blocks) if b in recomputed])
         return True
 
-    def recompute_all(self) -> bool:
-        """Recompute all blocks from now on, after the memory did not suffice; False if that changes nothing.
-
-        Only with train.gradient_checkpointing=auto, in one process: others would wait for this one.
-        """
-        transformer, alone = self.run.transformer, self.accelerator.num_processes == 1
+    def recompute_more(self) -> bool:
+        """Recompute attention from now on, and with train.gradient_checkpointing=auto all blocks, after the memory did
+        not suffice; False if that changes nothing, or there are other processes, which would wait for this one."""
+        transformer = self.run.transformer
+        if self.accelerator.num_processes > 1:
+            return False
+        kept = transformer.is_compiled and transformer.keeps_attention and bool(transformer.recomputed_blocks)
+        transformer.keeps_attention = False
         layers = len(transformer.transformer_blocks)
         chosen = self.config.train.gradient_checkpointing == "auto" and len(transformer.recomputed_blocks) < layers
-        if chosen and alone:
+        if chosen:
             checkpoint_blocks(transformer, range(layers))
-        return chosen and alone
+        return kept or chosen
 
 
 def prepare(start: Start) -> Prepared:
@@ -339,8 +342,8 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
         check_cache(batches.cache, start.model, transformer.config)
     check_shardable(transformer, settings, accelerator.num_processes)
     prepare_for_training(transformer, settings)
-    if settings.gradient_checkpointing == "auto":
-        checkpoint_blocks(transformer, blocks_to_recompute(start, config, batches, accelerator))
+    if settings.gradient_checkpointing == "auto" or settings.compile:
+        choose_recomputation(transformer, start, config, batches, accelerator.device)
     if first is not None:
         start_from(transformer, Path(first))
     if assistant:
@@ -350,22 +353,34 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     return transformer
 
 
-def blocks_to_recompute(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> list[int]:
-    """The blocks that train.gradient_checkpointing=auto recomputes: as few as fit into the device's memory.
+def choose_recomputation(
+    transformer: Any, start: Start, config: Config, batches: Batches, device: torch.device
+) -> None:
+    """Recompute as few blocks as fit into the device's memory, with train.gradient_checkpointing=auto, and let compiled
+    blocks keep their attention if that fits too.
 
-    All where the memory cannot be predicted, and where the device does not say how much it has.
+    All blocks, and their attention, where the memory cannot be predicted, or the device does not say how much it has.
     """
-    transformer, device = start.model.transformer_config, accelerator.device
-    count = layers = int(transformer["num_layers"])
-    capacity = total_memory(device)
-    predictable = batches.cache.has_index and not config.train.fsdp and not config.train.offload_blocks
-    if capacity is not None and predictable:
-        batch, image = largest_batch(batches)[0], largest_image(start.validation_cache)
-        memory = memory_by_blocks(transformer, config, batch, image)
+    of_model, settings = start.model.transformer_config, config.train
+    layers, capacity = len(transformer.transformer_blocks), total_memory(device)
+    transformer.keeps_attention = False
+    if capacity is None or not batches.cache.has_index or settings.fsdp or settings.offload_blocks:
+        return
+    batch, image = largest_batch(batches)[0], largest_image(start.validation_cache)
+    if settings.gradient_checkpointing == "auto":
+        memory = memory_by_blocks(of_model, config, batch, image)
         count = fewest_recomputed(memory, SAFE * capacity)
-        taken = human_bytes(memory[count])
-        console().print(f"{count} of {layers} blocks are recomputed, which takes about {taken}", highlight=False)
-    return spread(count, layers)
+        checkpoint_blocks(transformer, spread(count, layers))
+        total = memory[count]
+    else:
+        count = len(transformer.recomputed_blocks)
+        total = predict_memory(of_model, config, batch, image=image).total
+    with_attention = total + count * attention_bytes(of_model, config, batch)
+    if settings.compile and with_attention <= SAFE * capacity:
+        transformer.keeps_attention, total = True, with_attention
+    if settings.gradient_checkpointing == "auto":
+        but = " but for their attention" if transformer.keeps_attention and count else ""
+        console().print(f"{count} of {layers} blocks are recomputed{but}, which takes about {human_bytes(total)}")
 
 
 def load_decoder(start: Start, config: Config) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch.utils._triton import has_triton
 
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.memory import RESERVED, Memory, SampleSize, block_bytes, predict_memory
+from qwen_train.memory import RESERVED, Memory, SampleSize, attention_bytes, block_bytes, predict_memory
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer
-from qwen_train.weights import compute_dtype, trainable, with_layout
+from qwen_train.weights import compute_dtype, recomputed_blocks, trainable, with_layout
 
 from . import flops, models
 from .measure import SIMULATED, Card, Cases, Row, UnavailableError, forget, need_host_memory, peaks, timed
@@ -113,7 +113,7 @@ def measure(step: Step, card: Card) -> Row:
     settings = settings_of(step, card, config)
     check(settings, card)
     batch = [models.edit(step.family, card, *images, text=step.text) for images in step.samples]
-    predicted = predict_memory(config, settings, batch)
+    predicted = predict(config, settings, batch)
     if settings.train.offload_blocks:
         need_host_memory(settings.train.offload_blocks * block_bytes(config, settings), "offloading")
     if fits(predicted, card):
@@ -125,6 +125,17 @@ def measure(step: Step, card: Card) -> Row:
     tokens = sum(sum(math.prod(shape) for shape in it.img_shapes) + it.text_tokens for it in batch)
     described = {"settings": list(step.settings), "samples": len(batch), "tokens": tokens, "tflop": needed / 1e12}
     return {**described, **row, "tflops": needed / row["seconds_whole"] / 1e12}
+
+
+def predict(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> Memory:
+    """The memory of a step; compiled blocks that are recomputed keep their attention."""
+    memory, layers = predict_memory(config, settings, batch), int(config["num_layers"])
+    if settings.train.compile is not True:
+        return memory
+    kept = len(recomputed_blocks(settings.train.gradient_checkpointing, layers)) * attention_bytes(
+        config, settings, batch
+    )
+    return replace(memory, activations=memory.activations + kept)
 
 
 def fits(predicted: Memory, card: Card) -> bool:
@@ -150,7 +161,7 @@ def extrapolate(step: Step, batch: Sequence[SampleSize], whole: Memory, card: Ca
     for blocks in FEW_BLOCKS if not card.small else (4, 2):
         config = models.config_of(step.family, card, blocks)
         settings = with_layout(load_config(None, offload_share(step, blocks, layers)), card.device)
-        predicted = predict_memory(config, settings, batch)
+        predicted = predict(config, settings, batch)
         if not fits(predicted, card):
             sizes = f"{whole.total / 1e9:.1f} GB, {blocks} blocks of it {predicted.total / 1e9:.1f} GB"
             raise UnavailableError(f"it takes {sizes} (predicted), and {card.memory / 1e9:.1f} GB are free")
