@@ -1,6 +1,6 @@
 """`python -m qwen_cache`, as the jobs of the UI are started."""
 
-from qwen_cache.cli.app import main
+from qwen_cache.cli import main
 
 if __name__ == "__main__":
     main()

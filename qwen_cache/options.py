@@ -11,14 +11,15 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast, get_args
+from pkgutil import resolve_name
+from typing import Any, NoReturn, cast
 
 import typer
+import typer.main
 from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
@@ -32,6 +33,7 @@ from qwen_cache.terminal import (
     human_time,
     is_verbose,
     message_of,
+    print_json,
     print_text,
     results,
     set_verbosity,
@@ -40,12 +42,13 @@ from qwen_cache.terminal import (
 # ---- options ---------------------------------------------------------------------------------------------------------
 # Declaring commands and their options, for both programs: what `--help` shows, and which setting an option overrides.
 #
-# A command is a function under `@command`, which adds `-q`, `-v` and `-h`, two examples and a page of the
-# documentation. An option is either typer's, or a setting of qwen.yaml (`setting`, `setting_argument`): it arrives as a
-# `Given` for `load_config`, and its choices and default are those of the setting. They are looked up when help is shown
-# or completed, so that no other command imports the settings for them.
+# A command is a function under `@command`, in a module that `Commands` imports when it is needed. The default of a
+# parameter is its option: a `flag`, another `option`, an `argument`, or a setting of qwen.yaml (`setting`,
+# `setting_argument`). A setting arrives as a `Given` for `load_config`, and its choices and default are looked up when
+# help is shown or completed, so that no other command imports the settings for them.
 
 DOCUMENTATION = "https://github.com/qwen-cache/qwen-cache/blob/main/docs/"
+HELP_NAMES = {"help_option_names": ["--help", "-h"]}
 
 INPUT = "What to read"
 GENERATE = "What to generate"
@@ -57,6 +60,24 @@ OUTPUT = "Output"
 SETTINGS = "Settings"
 GENERAL = "General"
 """The panels of `--help`, in the order in which a command declares its options."""
+
+
+def flag(name: str, panel: str, help: str) -> Any:
+    """An option without a value, which is False unless it is given."""
+    return typer.Option(False, name, help=help, rich_help_panel=panel)
+
+
+def option(
+    panel: str, help: str, metavar: str | None = None, *, default: Any = None, shown: str | None = None, **more: Any
+) -> Any:
+    """An option with the name of its parameter. `shown`: the default as help shows it; `more`: others of typer's."""
+    shows = True if shown is None else shown
+    return typer.Option(default, help=help, metavar=metavar, rich_help_panel=panel, show_default=shows, **more)
+
+
+def argument(metavar: str, help: str, *, default: Any = None, shown: str | bool = True) -> Any:
+    """An argument. `shown`: the default as help shows it."""
+    return typer.Argument(default, metavar=metavar, help=help, show_default=shown)
 
 
 class SettingOption:
@@ -76,132 +97,129 @@ class SettingOption:
 
 
 def setting(
-    key: str, name: str, *, panel: str, help: str, metavar: str | None = None, default: str | None = None
+    key: str,
+    panel: str,
+    help: str,
+    metavar: str | None = None,
+    *,
+    name: str | None = None,
+    default: str | None = None,
+    required: bool = False,
 ) -> Any:
-    """An option `name` that overrides the setting `key`. `default`: what help shows where the setting has none."""
+    """An option that overrides the setting `key`, by default with the name of its last part.
+
+    `default`: what help shows where the setting has none.
+    """
+    name = name or "--" + key.rpartition(".")[2].replace("_", "-")
     parse = SettingOption(name, key, default)
     return typer.Option(
-        name, help=help, parser=parse, autocompletion=parse.complete, metavar=metavar, rich_help_panel=panel
+        ... if required else None,
+        name,
+        help=help,
+        parser=parse,
+        autocompletion=parse.complete,
+        metavar=metavar,
+        rich_help_panel=panel,
     )
 
 
-def setting_argument(key: str, metavar: str, *, help: str, default: str | None = None) -> Any:
+def setting_argument(key: str, metavar: str, help: str, *, default: str | None = None) -> Any:
     """An argument that overrides the setting `key`."""
-    return typer.Argument(parser=SettingOption(metavar, key, default), metavar=metavar, help=help)
+    return typer.Argument(None, parser=SettingOption(metavar, key, default), metavar=metavar, help=help)
 
 
-CachePath = Annotated[Given | None, setting_argument("cache.path", "CACHE", help="The folder of the cache.")]
-ReadPath = Annotated[Given | None, setting_argument("cache.path", "CACHE", help="The folder or URL of the cache.")]
-Model = Annotated[
-    Given | None,
-    setting(
-        "model.path", "--model", panel=MODEL, metavar="MODEL", help="A diffusers folder, or a repository on the hub."
-    ),
-]
-Transformer = Annotated[
-    Given | None,
-    setting(
-        "model.transformer",
-        "--transformer",
-        panel=MODEL,
-        metavar="FILE",
-        help="A .safetensors or .gguf file in place of the transformer's weights in --model.",
-    ),
-]
-Vae = Annotated[
-    Given | None,
-    setting(
-        "model.vae",
-        "--vae",
-        panel=MODEL,
-        metavar="MODEL",
-        help="A VAE whose decoder makes the images, in place of that of --model.",
-    ),
-]
-ConfigFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", help="The settings file.", metavar="FILE", show_default="qwen.yaml", rich_help_panel=SETTINGS
-    ),
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        help="Override a setting; repeat it for more. `config` lists all settings.",
-        metavar="SECTION.KEY=VALUE",
-        rich_help_panel=SETTINGS,
-    ),
-]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.", rich_help_panel=OUTPUT)
-]
-
-_COMMON = (
-    (
-        "quiet",
-        typer.Option("--quiet", "-q", help="Print only errors and results.", rich_help_panel=GENERAL),
-    ),
-    (
-        "verbose",
-        typer.Option(
-            "--verbose",
-            "-v",
-            help="Also print tracebacks, logs of libraries and the time taken.",
-            rich_help_panel=GENERAL,
-        ),
-    ),
+CACHE = setting_argument("cache.path", "CACHE", "The folder of the cache.")
+READ_CACHE = setting_argument("cache.path", "CACHE", "The folder or URL of the cache.")
+OUT_CACHE = setting("cache.path", OUTPUT, "The folder or URL of the cache.", "FOLDER", name="--out")
+NEW_CACHE = setting("cache.path", OUTPUT, "The cache to create or extend.", "FOLDER", name="--out", required=True)
+ON_ERROR = setting("data.on_error", INPUT, "How to handle unusable samples.")
+MODEL_PATH = setting("model.path", MODEL, "A diffusers folder, or a repository on the hub.", "MODEL", name="--model")
+TRANSFORMER = setting(
+    "model.transformer", MODEL, "A .safetensors or .gguf file in place of the transformer's weights in --model.", "FILE"
 )
+VAE = setting("model.vae", MODEL, "A VAE whose decoder makes the images, in place of that of --model.", "MODEL")
+TEXT_DTYPE = setting("cache.dtype", MODEL, "The dtype in which the text encoder computes.")
+DTYPE = setting("cache.dtype", MODEL, "The dtype in which to compute and store.")
+VAE_DEVICE = setting(
+    "cache.vae_device", DEVICES, "The device of the VAE, such as cuda:0, or several: cuda:0,cuda:1.", "DEVICE"
+)
+TEXT_DEVICE = setting(
+    "cache.text_device", DEVICES, "The device of the text encoder, such as cuda:1, or several: cuda:1,cuda:2.", "DEVICE"
+)
+JSON = flag("--json", OUTPUT, "Print one JSON document on stdout and nothing else.")
+CONFIG = option(SETTINGS, "The settings file.", "FILE", shown="qwen.yaml")
+SET = typer.Option(
+    None,
+    "--set",
+    help="Override a setting; repeat it for more. `config` lists all settings.",
+    metavar="SECTION.KEY=VALUE",
+    rich_help_panel=SETTINGS,
+)
+"""Options that several commands have."""
+
+
+_COMMON = typer.Typer(add_completion=False)
+
+
+@_COMMON.command()
+def _common(
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print only errors and results.", rich_help_panel=GENERAL),
+    verbose: bool = typer.Option(
+        False,
+        "--verbose",
+        "-v",
+        help="Also print tracebacks, logs of libraries and the time taken.",
+        rich_help_panel=GENERAL,
+    ),
+) -> None:
+    """The options of every command."""
 
 
 def command(
-    app: typer.Typer, name: str | None = None, *, examples: Sequence[str], page: str
-) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Add a function to a program as a command. `page` is a path in docs/."""
+    name: str | None = None, *, page: str, examples: Sequence[str], renamed: Mapping[str, str] | None = None
+) -> Callable[[Callable[..., int]], Command]:
+    """Make a command of a function that returns the exit code.
 
-    def register(handler: Callable[..., int]) -> Callable[..., int]:
-        signature = inspect.signature(handler, eval_str=True)
-        common = [
-            inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info])
-            for each, info in _COMMON
-        ]
+    `page` is a path in docs/; `renamed` has the old names of options, which are refused with the new ones.
+    """
 
-        @wraps(handler)
-        def run(quiet: bool, verbose: bool, **given: Any) -> int:
-            set_verbosity(quiet=quiet, verbose=verbose)
-            if verbose:
-                _show_library_logs()
-            begin, begin_cpu = time.monotonic(), time.process_time()
-            try:
-                return handler(**given)
-            finally:
-                if verbose:
-                    elapsed, cpu = time.monotonic() - begin, time.process_time() - begin_cpu
-                    console().print(f"took {human_time(elapsed)}, {human_time(cpu)} of CPU time")
+    def declare(work: Callable[..., int]) -> Command:
+        app = typer.Typer(add_completion=False)
+        app.command(name, cls=Command, context_settings=HELP_NAMES)(work)
+        made = cast(Command, typer.main.get_command(app))
+        made.params += typer.main.get_command(_COMMON).params
+        defaults = {each.name: each.default for each in inspect.signature(work).parameters.values()}
+        parsers = {each: getattr(default, "parser", None) for each, default in defaults.items()}
+        made.settings = {each: parser for each, parser in parsers.items() if isinstance(parser, SettingOption)}
+        made.page, made.examples, made.renamed = page, tuple(examples), renamed or {}
+        return made
 
-        whole = signature.replace(parameters=[*signature.parameters.values(), *common])
-        run.__signature__ = whole  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in whole.parameters.values()}
-
-        attributes = {"settings": _settings_of(signature), "examples": tuple(examples), "page": page}
-        app.command(
-            name, cls=type("Command", (Command,), attributes), context_settings={"help_option_names": ["--help", "-h"]}
-        )(run)
-        return handler
-
-    return register
+    return declare
 
 
-def _show_library_logs() -> None:
-    """Show what libraries log: those imported from now on, and all that use Python's logging."""
-    os.environ |= {"DIFFUSERS_VERBOSITY": "info", "TRANSFORMERS_VERBOSITY": "info"}
-    logging.basicConfig(level=logging.INFO)
+class Commands(Mapping[str, "Command"]):
+    """The commands of a program by name. Each is imported when it is asked for, from its place `module:name`."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Command:
+        return cast(Command, resolve_name(self._places[name]))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
-def _settings_of(signature: inspect.Signature) -> dict[str, SettingOption]:
-    """The parameters that override a setting."""
-    infos = {name: info for name, each in signature.parameters.items() for info in get_args(each.annotation)[1:]}
-    return {name: info.parser for name, info in infos.items() if isinstance(info.parser, SettingOption)}
+def program(name: str, help: str, commands: Commands) -> Group:
+    """A program with these commands."""
+    app = typer.Typer(name=name, help=help, cls=Group, no_args_is_help=True, context_settings=HELP_NAMES)
+    app.callback()(version_option)
+    made = cast(Group, typer.main.get_command(app))
+    made.commands = commands  # type: ignore[assignment]  # typer only reads them
+    return made
 
 
 # ---- help ------------------------------------------------------------------------------------------------------------
@@ -210,16 +228,49 @@ def _settings_of(signature: inspect.Signature) -> dict[str, SettingOption]:
 class Group(TyperGroup):
     """A program: its options and commands."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names, without importing the commands."""
+        return list(self.commands)
+
     def get_params(self, ctx: Any) -> list[Any]:
         return [_without_types(each) for each in super().get_params(ctx)]
 
 
 class Command(TyperCommand):
-    """A command whose help ends with examples and a page of the documentation."""
+    """A command with `-q` and `-v`, whose help ends with examples and a page of the documentation."""
 
     settings: Mapping[str, SettingOption]
+    """The parameters that override a setting."""
     examples: Sequence[str]
     page: str
+    renamed: Mapping[str, str]
+
+    def typed(self, key: str, value: str) -> list[str]:
+        """A value of the setting `key` as this command takes it: an argument, or an option with its value."""
+        name = next(each.name for each in self.settings.values() if each.key == key)
+        if not name.startswith("-"):
+            return [value]
+        return [f"{name}={value}"] if value.startswith("-") else [name, value]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for name in (each.partition("=")[0] for each in args):
+            if name in self.renamed and not ctx.resilient_parsing:
+                raise ConfigError(f"{name} is called {self.renamed[name]} now")
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        quiet, verbose = ctx.params.pop("quiet"), ctx.params.pop("verbose")
+        set_verbosity(quiet=quiet, verbose=verbose)
+        if verbose:  # of libraries imported from now on, and all that use Python's logging
+            os.environ |= {"DIFFUSERS_VERBOSITY": "info", "TRANSFORMERS_VERBOSITY": "info"}
+            logging.basicConfig(level=logging.INFO)
+        begin, begin_cpu = time.monotonic(), time.process_time()
+        try:
+            return super().invoke(ctx)
+        finally:
+            if verbose:
+                elapsed, cpu = time.monotonic() - begin, time.process_time() - begin_cpu
+                console().print(f"took {human_time(elapsed)}, {human_time(cpu)} of CPU time")
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [_without_types(each) for each in super().get_params(ctx)]
@@ -275,11 +326,8 @@ def _without_types(parameter: Any) -> Any:
 IN_BUG_REPORTS = ("torch", "diffusers", "transformers", "peft", "accelerate")
 
 
-def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoReturn:
-    """Run a command line; errors that a user can cause become a message and an exit code.
-
-    `renamed` has the old names of options, which are refused with the new ones, by command.
-    """
+def run_app(app: Group | Command) -> NoReturn:
+    """Run a command line; errors that a user can cause become a message and an exit code."""
     from qwen_cache.terminal import install_plain_streams
 
     write_utf8()
@@ -288,8 +336,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     explain_crashes()
     set_verbosity()
     try:
-        _refuse_old_names(sys.argv[1:], renamed)
-        code = app(sys.argv[1:], prog_name=app.info.name, standalone_mode=False)
+        code = app(sys.argv[1:], prog_name=app.name, standalone_mode=False)
     except QwenCacheError as error:
         if is_verbose():
             console(always=True).print(traceback.format_exc(), markup=False)
@@ -301,7 +348,7 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
             raise
         code = 0
     except ModuleNotFoundError as error:
-        if (message := _missing(error, str(app.info.name))) is None:
+        if (message := _missing(error, str(app.name))) is None:
             raise
         code = fail(message)
     except (OSError, MemoryError) as error:
@@ -319,14 +366,6 @@ def run_app(app: typer.Typer, renamed: Mapping[str, Mapping[str, str]]) -> NoRet
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code
         console(always=True).print("[yellow]interrupted[/]")
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _refuse_old_names(arguments: Sequence[str], renamed: Mapping[str, Mapping[str, str]]) -> None:
-    """ConfigError for an option by its old name."""
-    options = renamed.get(arguments[0], {}) if arguments else {}
-    for name in (argument.partition("=")[0] for argument in arguments):
-        if name in options:
-            raise ConfigError(f"{name} is called {options[name]} now")
 
 
 def _missing(error: ModuleNotFoundError, program: str) -> str | None:
@@ -386,9 +425,7 @@ def _print_version(context: typer.Context, value: bool) -> None:
 
 
 def version_option(
-    version: Annotated[
-        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
-    ] = False,
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
 ) -> None:
     """The options of a program itself, for `app.callback()`."""
 
@@ -397,31 +434,24 @@ def version_option(
 # The command `config` of both programs: the settings of qwen.yaml with their values, searched by words.
 
 
-def add_config_command(app: typer.Typer) -> None:
-    program = app.info.name
+def config_command(program: str) -> Command:
+    """The command `config` of a program."""
 
     @command(
-        app,
         page="howto/choose-what-is-trained.md",
         examples=[f"{program} config --search lr", f"{program} config --config out/qwen.yaml"],
     )
     def config(
-        search: Annotated[
-            str | None,
-            typer.Option(
-                help="Only settings with these words in their name, name in other trainers, or description.",
-                metavar="WORDS",
-                rich_help_panel=INPUT,
-            ),
-        ] = None,
-        json: Json = False,
-        config: ConfigFile = None,
-        set_: Assignments = None,
+        search: str | None = option(
+            INPUT, "Only settings with these words in their name, name in other trainers, or description.", "WORDS"
+        ),
+        json: bool = JSON,
+        config: Path | None = CONFIG,
+        set_: list[str] | None = SET,
     ) -> int:
         """Print all settings of qwen.yaml with their values and descriptions, as a settings file."""
         from qwen_cache.settings.describe import all_settings, found_by, to_json, to_yaml
         from qwen_cache.settings.load import load_config
-        from qwen_cache.terminal import print_json, print_text
 
         settings = list(all_settings()) if search is None else found_by(search)
         if not settings:
@@ -432,3 +462,5 @@ def add_config_command(app: typer.Typer) -> None:
         else:
             print_text(to_yaml(settings, values))
         return 0
+
+    return config

@@ -247,6 +247,11 @@ class ToEncode:
         return ["--encode-on-the-fly" if self.at is None else f"--encode-at={self.at}", self.source]
 
 
+def only_cache(cache: Given | None) -> list[Given]:
+    """The settings for a cache from the command line, which replaces all caches in qwen.yaml."""
+    return [cache, Given("CACHE", "train.caches", [])] if cache else []
+
+
 def run_settings(
     path: Path | None, assignments: Sequence[str] | None, given: Iterable[Given | None], *, resume: bool
 ) -> tuple[Config, Config]:

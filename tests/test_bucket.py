@@ -25,7 +25,6 @@ import s3fs
 from botocore.exceptions import ClientError
 
 from qwen_cache import open_cache
-from qwen_cache.cli import gc as cli_gc
 from qwen_cache.errors import QwenCacheError
 from qwen_cache.format import directory
 from qwen_cache.format import remote as format_remote
@@ -579,7 +578,7 @@ def test_gc_spares_what_is_committed_meanwhile(
     requests.last = 11  # before the index
     assert build(pairs, url, model).code == 2
     requests.reset()
-    place = (cli_gc, "remove_garbage") if moment == "before it looks again" else (stores.S3Store, "delete")
+    place = (format_remote, "remove_garbage") if moment == "before it looks again" else (stores.S3Store, "delete")
     original = getattr(*place)
 
     def overtaken(*arguments: Any) -> Any:

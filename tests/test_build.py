@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from qwen_cache import open_cache
-from qwen_cache.cli import build as build_command
+from qwen_cache.encode import preflight
 from qwen_cache.encode.builder import BuildJob
 from qwen_cache.format import directory
 from qwen_cache.format.shard import ShardWriter, recover
@@ -806,11 +806,11 @@ def test_check_turns_a_stale_cache_into_an_exit_code(
 def test_a_file_that_changes_during_the_build_is_noticed(
     pairs: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    load = build_command.load_lanes
+    load = preflight.load_lanes
 
     def change_then_load(job: BuildJob) -> Any:
         change_target(pairs)
         return load(job)
 
-    monkeypatch.setattr(build_command, "load_lanes", change_then_load)
+    monkeypatch.setattr(preflight, "load_lanes", change_then_load)
     failing(build(pairs, tmp_path / "shards", model), "the file changed while the cache was being built")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qwen_cache.cli.build import progress_line
+from qwen_cache.encode.build import progress_line
 from qwen_cache.encode.write import Progress
 
 from .support.caches import build

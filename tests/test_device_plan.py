@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from qwen_cache.cli import build as build_command
+from qwen_cache.encode import build as encode_build
 from qwen_cache.encode import preflight
 from qwen_cache.encode.memory import DeviceMemory, TextWork, text_lane, vae_lane
 from qwen_cache.models.devices import FRAGMENTATION, RESERVED, Placement, piece_sizes
@@ -163,8 +163,8 @@ def test_a_card_that_no_setting_helps_is_refused(
 ) -> None:
     """In the plan, and before a build loads anything."""
     on_a_card(monkeypatch, 1000)
-    monkeypatch.setattr(build_command, "has_accelerator", lambda: True)
-    monkeypatch.setattr(build_command, "check_devices", lambda config: None)
+    monkeypatch.setattr(encode_build, "has_accelerator", lambda: True)
+    monkeypatch.setattr(preflight, "check_devices", lambda config: None)
     for options in ((), ("--dry-run",)):
         result = build(pairs, tmp_path / "shards", model, *BOTH_ON, *options)
         what = "cuda:0 has too little memory for the encoders (expected about 8"

@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from qwen_cache import open_cache
-from qwen_cache.cli import build as build_command
+from qwen_cache.encode import preflight
 from qwen_cache.encode.masks import MaskMaker
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.encode.preflight import load_lanes
@@ -334,7 +334,7 @@ def test_other_masks_need_no_encoder(
         cache(*options, out=f"new-{i}")
     cache(*keep)
     with monkeypatch.context() as patch:
-        patch.setattr(build_command, "load_lanes", None)
+        patch.setattr(preflight, "load_lanes", None)
         for i, options in enumerate(wanted):
             cache(*options)
             assert contents(tmp_path / "shards") == contents(tmp_path / f"new-{i}")
@@ -430,7 +430,7 @@ def test_a_plan_says_of_what_only_the_mask_is_made(
     build: Callable[..., Result], cache: Callable[..., Cache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache()
-    monkeypatch.setattr(build_command, "load_lanes", None)
+    monkeypatch.setattr(preflight, "load_lanes", None)
     result = build("--edit-mask", "diff", "--dry-run", "--measure")
     assert result.code == 0, result.stderr
     assert "4 samples with only a new mask" in result.stderr

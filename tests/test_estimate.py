@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.cli import build as build_command
+from qwen_cache.encode import build as build_command
+from qwen_cache.encode import preflight
 from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.sample import token_count
@@ -78,7 +79,7 @@ def test_time_is_measured_on_a_few_samples_of_which_the_first_warms_up(
 ) -> None:
     clock = Clock()
     lanes = TimedLanes(clock)
-    monkeypatch.setattr(build_command, "load_lanes", lambda job: lanes)
+    monkeypatch.setattr(preflight, "load_lanes", lambda job: lanes)
     monkeypatch.setattr(build_command, "MEASURED", 2)
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     found = dry_run(pairs, tmp_path / "shards", tiny_model("edit-plus"), "--measure")
@@ -106,7 +107,7 @@ def test_what_is_cached_is_not_measured(
     def refuse(job: BuildJob) -> None:
         raise AssertionError("the encoders were loaded for nothing")
 
-    monkeypatch.setattr(build_command, "load_lanes", refuse)
+    monkeypatch.setattr(preflight, "load_lanes", refuse)
     assert dry_run(pairs, out, model, "--measure")["seconds"] is None
 
 

@@ -11,24 +11,23 @@ import tomllib
 from typing import Any
 
 import pytest
-from typer.main import get_command
 
-from qwen_cache.cli.app import app as cache_app
+from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.options import DOCUMENTATION
 from qwen_cache.settings.describe import describe
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
-from qwen_train.cli.app import app as train_app
+from qwen_train.cli import COMMANDS as TRAIN_COMMANDS
 
 from .support.commands import run
 from .support.paths import ROOT
 
-APPS: dict[str, Any] = {"qwen-cache": cache_app, "qwen-train": train_app}
+PROGRAMS = {"qwen-cache": CACHE_COMMANDS, "qwen-train": TRAIN_COMMANDS}
 COMMANDS: dict[str, Any] = {
     f"{program} {name}": command
-    for program, app in APPS.items()
-    for name, command in get_command(app).commands.items()  # type: ignore[attr-defined]
+    for program, commands in PROGRAMS.items()
+    for name, command in commands.items()
     if not command.hidden
 }
 EXAMPLE_WIDTH = 77

@@ -439,7 +439,7 @@ def test_a_file_that_changes_between_the_readings_is_refused(
         write_musubi(source, [replace(made[0], embeds=made[0].embeds + 1)])
         return original(*arguments)
 
-    monkeypatch.setattr("qwen_cache.cli.trainers.run", run_later)
+    monkeypatch.setattr("qwen_cache.trainers.convert.run", run_later)
     refused(import_("musubi", source, tmp_path / "out"), "a_cat_0800x0600_qie", "changed while it was imported")
 
 

@@ -316,7 +316,7 @@ def test_no_model_no_torch_and_nothing_written(built: Built, pairs: Path, tmp_pa
     add_pair(pairs)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     arguments = ["qwen-cache", "inspect", str(cache), "--source", str(pairs)]
-    loaded = imported_by(f"sys.argv = {arguments}; from qwen_cache.cli.app import app; app(standalone_mode=False)")
+    loaded = imported_by(f"sys.argv = {arguments}; from qwen_cache.cli import app; app(standalone_mode=False)")
     assert "stale" in loaded  # the word that it printed
     assert not loaded & set(HEAVY)
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before

@@ -20,18 +20,17 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.main import get_command
 
 import qwen_cache
-from qwen_cache.cli.app import app as cache_app
-from qwen_train.cli.app import app as train_app
+from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
+from qwen_train.cli import COMMANDS as TRAIN_COMMANDS
 
 from .support.paths import ROOT
 from .support.project import project_files, tracked
 
 EXAMPLES = ROOT / "schemas" / "examples" / "valid"
-APPS: dict[str, Any] = {"qwen-cache": cache_app, "qwen-train": train_app}
-HELP = [[program, name, "--help"] for program, app in APPS.items() for name in get_command(app).commands]  # type: ignore[attr-defined]
+PROGRAMS = {"qwen-cache": CACHE_COMMANDS, "qwen-train": TRAIN_COMMANDS}
+HELP = [[program, name, "--help"] for program, commands in PROGRAMS.items() for name in commands]
 WORKS = [
     ["qwen-cache", "--version"],
     ["qwen-cache", "verify", "cache.v2"],
@@ -265,7 +264,7 @@ def test_the_wheel_alone_reads_a_cache_in_an_empty_environment(tmp_path: Path) -
     found = in_the_core(binaries / "python", CORE, elsewhere, environment)
     assert Path(found["home"]).is_relative_to(empty)
     check_core(found)
-    for program in APPS:
+    for program in PROGRAMS:
         done = subprocess.run([binaries / program, "--version"], env=environment, cwd=elsewhere, capture_output=True)
         assert done.stdout.decode().startswith(f"{program} {qwen_cache.__version__}\n"), done
     doctor = [binaries / "qwen-cache", "doctor"]

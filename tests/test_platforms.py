@@ -60,7 +60,7 @@ imported = [f"qwen_cache.{name}" for name in ("terminal", "extras", "batching")]
 for part in ("settings", "html", "storage", "format"):
     package = importlib.import_module(f"qwen_cache.{part}")
     imported += [f"qwen_cache.{part}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-imported += [f"qwen_cache.cli.{name}" for name in ("app", "doctor", "gc", "inspect", "merge", "verify")]
+imported += [f"qwen_cache.cli.{name}" for name in ("doctor", "gc", "inspect", "merge", "verify")]
 for name in imported:
     importlib.import_module(name)
 said["modules"] = len(imported)
@@ -71,7 +71,7 @@ def command(*arguments):
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            qwen_cache.cli.app.main()
+            qwen_cache.cli.main()
         except SystemExit as leaving:
             return [leaving.code, out.getvalue(), err.getvalue()]
 

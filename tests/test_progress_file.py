@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qwen_cache import terminal
-from qwen_cache.cli.build import progress_line
+from qwen_cache.encode.build import progress_line
 from qwen_cache.encode.builder import LaneState
 from qwen_cache.encode.lanes import Batch, Encoder, Lane, WorkItem
 from qwen_cache.encode.write import Progress

@@ -23,8 +23,7 @@ from typing import Any
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.cli import build as build_command
-from qwen_cache.encode import builder, write
+from qwen_cache.encode import builder, preflight, write
 from qwen_cache.encode import cluster as on_ray
 from qwen_cache.encode.cluster import Node, WorkerResources, choose_nodes, choose_resources
 from qwen_cache.extras import install_command
@@ -79,7 +78,7 @@ MEMORY = {"object_store_memory": 100 << 20}
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Log:
     """Builds without encoders, here and on the nodes."""
     folder = tmp_path / "log"
-    monkeypatch.setattr(build_command, "load_lanes", lambda job: NodeLanes(job, folder))
+    monkeypatch.setattr(preflight, "load_lanes", lambda job: NodeLanes(job, folder))
     return Log(folder)
 
 

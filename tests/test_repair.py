@@ -237,6 +237,11 @@ def test_an_image_that_cannot_be_read_is_a_problem_of_the_source(pairs: Path, ou
     refused(repair(pairs, out, model), "1 problem in the damaged samples:\n", f"{path}: the image is damaged")
 
 
+def test_a_validation_cache_that_is_not_there_cannot_be_repaired(pairs: Path, out: Path, model: Path) -> None:
+    prompt = ("--set", 'validation.prompts=["a cat"]')
+    refused(repair(pairs, out, model, "--only-validation", *prompt), "validation: no cache.json here: not a cache")
+
+
 def test_shards_of_another_recipe_are_named_and_left_to_it(
     pairs: Path, out: Path, model: Path, fast: list[FakeLanes]
 ) -> None:

@@ -524,7 +524,7 @@ def test_what_nunchakus_kernels_cannot_do_is_refused(
     cached = ("predict", "--model", nunchaku, "--from-cache", train.cache, "--key", open_cache(train.cache)[0].key)
     found = f"{where}: this transformer needs a package that is not installed (expected kernels)"
     refused(run("qwen-train", *cached), found, "pip install kernels, on a machine with an NVIDIA GPU")
-    monkeypatch.setattr("qwen_train.cli.predict.installed", lambda name: "1")
+    monkeypatch.setattr("qwen_train.inference.predict.installed", lambda name: "1")
     monkeypatch.setattr("qwen_train.inference.images.parse_lora", lambda text: text)
     found = "a: a LoRA cannot be added to weights for nunchaku's kernels"
     refused(run("qwen-train", *cached, "--lora", "a"), found, "or with a single file in fp8 or GGUF")

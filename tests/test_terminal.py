@@ -229,11 +229,10 @@ def test_long_runs_of_spaces_and_returns_take_no_longer_than_other_text() -> Non
 OTHERS = """
 import logging, sys, threading, warnings
 from qwen_cache import options
-from qwen_cache.cli.app import app
 
 hostile = sys.argv.pop()
 
-@app.command("fails")
+@options.command(page="", examples=())
 def fails():
     warnings.warn(hostile)
     logging.getLogger("library").warning(hostile)
@@ -248,14 +247,14 @@ def fails():
     print(hostile)
     raise RuntimeError(hostile)
 
-options.run_app(app, {})
+options.run_app(fails)
 """
 
 
 def test_output_of_libraries_and_tracebacks() -> None:
     """Bytes that are not UTF-8 come as surrogates, as in the names of files."""
     done = subprocess.run(
-        [sys.executable, "-c", OTHERS, "fails", os.fsencode(HOSTILE + "\udcff")], capture_output=True, text=True
+        [sys.executable, "-c", OTHERS, os.fsencode(HOSTILE + "\udcff")], capture_output=True, text=True
     )
     assert done.returncode == 1
     assert set(controls(done.stderr)) <= {"\r"}  # tqdm's

@@ -121,7 +121,7 @@ def test_v1_has_none(pairs: Path, tmp_path: Path, tiny_model: Built) -> None:
 def test_a_page_shows_them_without_a_model(built: Built, tmp_path: Path) -> None:
     """And without torch, whose import would take longer than all else."""
     cache, page = built("edit-plus", ("--edit-mask", "file")), tmp_path / "page.html"
-    code = f"import sys; from qwen_cache.cli.app import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
+    code = f"import sys; from qwen_cache.cli import app; app(['inspect', {str(cache)!r}, '--html', {str(page)!r}], "
     code += "standalone_mode=False); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     shown = {sample["key"]: sample["images"] for sample in Page(page).samples}

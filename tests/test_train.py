@@ -688,7 +688,7 @@ def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments: list[str])
 
 TRAINING = """
 import sys
-import qwen_cache.cli.trainers
+import qwen_cache.trainers.convert
 print("importing", *sys.modules)
 from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.settings.load import load_config
@@ -723,7 +723,7 @@ def test_training_loads_no_encoder_and_no_pipeline(train: Trainer) -> None:
 
 def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over --set and qwen.yaml. The result of --json has the last metrics. Without CACHE, data.source is encoded."""
-    from qwen_train.cli import run as run_command
+    from qwen_train.training import start
 
     seen: list[Start] = []
 
@@ -737,7 +737,7 @@ def test_options_of_run_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (start.out / "metrics.jsonl").write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n')
         return start.out / "lora"
 
-    monkeypatch.setattr(run_command, "starting", starting)
+    monkeypatch.setattr(start, "starting", starting)
     monkeypatch.setattr(training, "train_started", train_started)
     monkeypatch.chdir(tmp_path)
     Path("qwen.yaml").write_text("train: {max_steps: 5, caches: [{path: a}]}", encoding="utf-8")

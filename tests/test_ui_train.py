@@ -79,7 +79,7 @@ def test_the_command_line_has_options_where_the_program_has_them(page: TestClien
 
 def test_the_line_is_what_the_program_reads(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """The changes that a form sends are the settings of the run."""
-    from qwen_train.cli import run as cli
+    from qwen_train.training import start
 
     changes = {
         "train.max_steps": 20,
@@ -98,7 +98,7 @@ def test_the_line_is_what_the_program_reads(page: TestClient, monkeypatch: pytes
         given.append(config)
         raise ConfigError("that is all")
 
-    monkeypatch.setattr(cli, "starting", starting)
+    monkeypatch.setattr(start, "starting", starting)
     run("qwen-train", *shlex.split(line)[1:])
     (config,) = given
     assert {key: config.flat()[key] for key in changes} == {

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from qwen_cache import open_cache
-from qwen_cache.cli import build as watch_command
+from qwen_cache.encode import build as watch_command
+from qwen_cache.encode import preflight
 from qwen_cache.storage.files import locked
 
 from .support.caches import build
@@ -67,7 +68,7 @@ def watched(
     fast: list[FakeLanes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Watched:
-    monkeypatch.setattr(watch_command, "load_lanes", lambda job: fast.append(FakeLanes(job)) or fast[-1])  # type: ignore[func-returns-value]
+    monkeypatch.setattr(preflight, "load_lanes", lambda job: fast.append(FakeLanes(job)) or fast[-1])  # type: ignore[func-returns-value]
     return Watched(pairs, tmp_path / "shards", tiny_model("edit-plus"), fast, monkeypatch)
 
 

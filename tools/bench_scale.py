@@ -214,7 +214,7 @@ def build_one_more(folder: Path) -> None:
 
 def command_line(*words: str) -> Callable[[Path], None]:
     def run(folder: Path) -> None:
-        from qwen_cache.cli.app import main
+        from qwen_cache.cli import main
 
         places = {"SOURCE": folder / SOURCE, "CACHE": folder / CACHE, "MODEL": folder / MODEL, "PAGE": folder / "page"}
         sys.argv = ["qwen-cache", *(str(places.get(word, word)) for word in words)]

@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from typer.main import get_command
-
-from qwen_cache.cli import app as cache_cli
+from qwen_cache import cli as cache_cli
 from qwen_cache.errors import RULES, QwenCacheError
 from qwen_cache.settings.load import Config
-from qwen_train.cli import app as train_cli
+from qwen_train import cli as train_cli
 
 ROOT = Path(__file__).parents[1]
-APPS = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
+APPS: dict[str, Any] = {"qwen-cache": cache_cli.app, "qwen-train": train_cli.app}
 API = {
     "Reading a cache": ["qwen_cache.open_cache", "qwen_cache.Cache", "qwen_cache.Sample", "qwen_cache.verify_cache"],
     "Loaders": [
@@ -62,12 +60,11 @@ def code(text: str) -> str:
 
 def commands(program: str) -> dict[str, Any]:
     """The commands of a program, without hidden ones."""
-    group: Any = get_command(APPS[program])
-    return {name: command for name, command in group.commands.items() if not command.hidden}
+    return {name: command for name, command in APPS[program].commands.items() if not command.hidden}
 
 
 def commands_page(program: str) -> str:
-    parts = [f"# {program}", APPS[program].info.help]
+    parts = [f"# {program}", APPS[program].help]
     for name, command in commands(program).items():
         shown = command.described()
         parts += [f"## {name}", shown.help, f"```text\n{usage(program, name, shown)}\n```"]

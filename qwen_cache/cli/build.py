@@ -1,183 +1,147 @@
-"""`build`: options of the work, its progress, and watching a source."""
+"""`build`: its options, which of them exclude each other, and where the encoders run."""
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qwen_cache.encode import builder, write
-from qwen_cache.encode.builder import (
-    BuildJob,
-    Encoders,
-    LaneState,
-    Look,
-    bytes_to_write,
-    disk_bytes,
-    estimate,
-    free_bytes,
-    settled,
-)
-from qwen_cache.encode.check import plan_repair
-from qwen_cache.encode.cluster import on_cluster
-from qwen_cache.encode.known_latents import KnownLatents
-from qwen_cache.encode.plan import BuildPlan
-from qwen_cache.encode.preflight import (
-    DevicePlan,
-    changed_recipe,
-    check_devices,
-    empty_source,
-    full_disk,
-    has_accelerator,
-    little_memory,
-    load_lanes,
-    memory_lines,
-    plan_devices,
-    unusable_rows,
-)
-from qwen_cache.encode.recipe import EditMasks, ReusableSamples, reusable_samples, save_settings
-from qwen_cache.encode.validation import is_wanted, prepare_with_validation
-from qwen_cache.encode.write import Progress
-from qwen_cache.errors import (
-    ConfigError,
-    DeviceError,
-    FormatError,
-    ModelError,
-    Notice,
-    Problem,
-    QwenCacheError,
-    ShardError,
-)
+from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
-from qwen_cache.format import directory
-from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.format.update import Existing, Update, record_vae_encoders
-from qwen_cache.options import fail
-from qwen_cache.settings.load import Config
-from qwen_cache.storage.remote import is_remote
-from qwen_cache.storage.stores import destination
-from qwen_cache.terminal import (
-    FAILED,
-    FAULTS,
-    console,
-    counting,
-    human_bytes,
-    human_time,
-    message_of,
-    plural,
-    print_json,
-    print_problems,
-    progress,
-    verbatim,
+from qwen_cache.options import (
+    CONFIG,
+    DEVICES,
+    DTYPE,
+    INPUT,
+    JSON,
+    MODEL_PATH,
+    ON_ERROR,
+    OUT_CACHE,
+    OUTPUT,
+    SET,
+    TEXT_DEVICE,
+    VAE_DEVICE,
+    command,
+    flag,
+    option,
+    setting,
+    setting_argument,
 )
-from qwen_cache.text import plain
+from qwen_cache.settings.given import Given
+from qwen_cache.terminal import counting
 
 if TYPE_CHECKING:
+    from qwen_cache.encode.build import Task
+    from qwen_cache.encode.builder import BuildJob, Encoders
     from qwen_cache.service.client import Client
-    from qwen_cache.terminal import PlainConsole
+    from qwen_cache.settings.load import Config
 
-# ---- build progress --------------------------------------------------------------------------------------------------
-# The progress line of `qwen-cache build`: samples, samples per second, bytes written, and the time that is left.
-#
-# A second line has the work of each lane of this machine, or the speed of each worker.
-
-MAX_RATES = 3  # workers that the line names
-
-
-@contextmanager
-def progress_line(
-    what: str, total: int, lanes: Callable[[], Sequence[LaneState]] = lambda: ()
-) -> Iterator[Callable[[Progress], None]]:
-    """A progress line, with a second one for lanes or workers; yields the function that updates it."""
-    begin, before, rates = time.monotonic(), None, dict[str, float]()
-
-    def below() -> str:
-        return _worker_rates(rates) if rates else ", ".join(map(_lane_work, lanes()))
-
-    def for_programs() -> list[dict[str, Any]]:
-        workers = [{"name": name, "samples_per_second": round(rate, 3)} for name, rate in rates.items()]
-        return workers + [
-            {"name": each.name, "device": each.device, "done": each.done, "busy": round(each.busy, 2)}
-            for each in lanes()
-        ]
-
-    with progress(below=below, lanes=for_programs) as bar:
-        task = bar.add_task(what, total=total, count="")
-
-        def show(now: Progress) -> None:
-            nonlocal before, rates
-            done = now.finished + now.running
-            before = done if before is None else before  # finished by an earlier run
-            speed = (done - before) / max(time.monotonic() - begin, 1e-6)
-            rates = dict(now.rates) or rates
-            count = f"{done}/{total}, {speed:.2f} samples/s, {human_bytes(now.bytes)}"
-            bar.update(task, completed=done, count=count)
-
-        yield show
-
-
-def _lane_work(lane: LaneState) -> str:
-    """`vae-0 on cuda:0: 24 images, 83 % busy`."""
-    work = plural(lane.done, "image" if lane.name.startswith("vae") else "prompt")
-    return f"{lane.name} on {lane.device}: {work}, {100 * lane.busy:.0f} % busy"
-
-
-def _worker_rates(rates: Mapping[str, float]) -> str:
-    """The samples per second of each worker, or the lowest and the highest."""
-    if len(rates) <= MAX_RATES:
-        return ", ".join(f"{plain(name)}: {rate:.2f} samples/s" for name, rate in rates.items())
-    return f"{len(rates)} workers: {min(rates.values()):.2f} to {max(rates.values()):.2f} samples/s each"
+SOURCE = setting_argument(
+    "data.source",
+    "SOURCE",
+    "A folder, table or tars of images, or a URL.",
+    default="data.source of qwen.yaml, else data",
+)
+TARGETS = setting(
+    "data.columns.target",
+    INPUT,
+    "The folder, column or tar part with the targets, such as after.",
+    "NAME",
+    name="--targets",
+)
+CONTROLS = option(INPUT, "The folder, column or tar part with the controls; repeat it for more.", "NAME")
+EDIT_MASK = setting(
+    "data.edit_mask", INPUT, "How to make edit masks for rows without one; head and auto are experimental."
+)
+MASK_HEAD = setting("data.mask_head", INPUT, "Experimental: the mask head of --edit-mask head or auto.", "FILE")
+SLICE = setting("data.slice", INPUT, "Build one slice of the rows, such as 3/16, for job arrays.", "K/N")
+VALIDATION = setting(
+    "validation.source",
+    INPUT,
+    "Prompts, with controls or without, to generate images from while training.",
+    "SOURCE",
+    name="--validation",
+)
+ONLY_VALIDATION = flag("--only-validation", INPUT, "Build the validation cache and nothing else.")
+REHASH = flag("--rehash", INPUT, "Read every image and the weights again, changed or not.")
+WATCH = option(
+    INPUT,
+    "Keep the encoders loaded, look for new rows every SECONDS, and encode them, until Ctrl-C.",
+    "SECONDS",
+    min=0.1,
+)
+RAY = option(DEVICES, "Encode on a Ray cluster: auto, its address, or local.", "ADDRESS")
+AT = option(DEVICES, "Encode on a server that runs `qwen-cache serve`; QWEN_CACHE_TOKEN has its token.", "URL")
+REUSE = option(OUTPUT, "Copy samples that this cache has, in place of encoding them; repeat it for more.", "CACHE")
+FORMAT = setting("cache.format", OUTPUT, "The format version to write.")
+DRY_RUN = flag("--dry-run", OUTPUT, "Report what would be encoded and why; write nothing.")
+CHECK = flag("--check", OUTPUT, "With --dry-run: exit with 1 if there is work.")
+MEASURE = flag("--measure", OUTPUT, "With --dry-run: encode a few samples without storing them, and estimate the time.")
+REPLACE = flag("--replace", OUTPUT, "Encode all samples again if model or settings differ from the cache's.")
+REPAIR = flag("--repair", OUTPUT, "Encode the damaged samples of the cache again, and nothing else.")
 
 
-# ---- build -----------------------------------------------------------------------------------------------------------
-# Terminal front end of `qwen-cache build`: a plan before the work, a progress line, a summary after.
-#
-# A dry run prints the same plan and every reason why `build` would refuse to start. Its exit code is then 2; otherwise
-# it is 0, or with `--check` 1 if there is work.
+@command(
+    page="sources.md",
+    examples=[
+        "qwen-cache build data --model Qwen/Qwen-Image-Edit-2509",
+        "qwen-cache build data --vae-device cuda:0 --text-device cuda:1 --dry-run",
+    ],
+    renamed={"--part": "--slice"},
+)
+def build(
+    source: Given | None = SOURCE,
+    model: Given | None = MODEL_PATH,
+    dtype: Given | None = DTYPE,
+    targets: Given | None = TARGETS,
+    controls: list[str] | None = CONTROLS,
+    on_error: Given | None = ON_ERROR,
+    edit_mask: Given | None = EDIT_MASK,
+    mask_head: Given | None = MASK_HEAD,
+    slice: Given | None = SLICE,
+    validation: Given | None = VALIDATION,
+    only_validation: bool = ONLY_VALIDATION,
+    rehash: bool = REHASH,
+    watch: float | None = WATCH,
+    vae_device: Given | None = VAE_DEVICE,
+    text_device: Given | None = TEXT_DEVICE,
+    ray: str | None = RAY,
+    at: str | None = AT,
+    out: Given | None = OUT_CACHE,
+    reuse: list[str] | None = REUSE,
+    format: Given | None = FORMAT,
+    dry_run: bool = DRY_RUN,
+    check: bool = CHECK,
+    measure: bool = MEASURE,
+    replace: bool = REPLACE,
+    repair: bool = REPAIR,
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Encode new and changed samples from SOURCE into the cache."""
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.storage.remembered import rehashing
+    from qwen_cache.storage.stores import destination
 
-MAX_SIZES = 6  # target sizes in the plan
-FEW_CHANGED = 3  # changed samples: up to this many are listed even if all have the same reason
-MAX_CHANGED = 20  # changed samples that are listed
-INDENT = " " * 9  # of the lines below a label of the plan
-WORK = ("encoded", "copied", "kept", "new_masks")  # how missing samples were made, in --json
-MEASURED = 4  # samples that --measure times: seconds of work with the real encoders on a GPU
-
-
-@dataclass(frozen=True)
-class Task:
-    """A planned build or repair."""
-
-    job: BuildJob
-    plan: BuildPlan
-    update: Update
-    reusable: ReusableSamples
-    """Cached samples of which only the mask is new."""
-    obstacles: list[QwenCacheError]
-    """Why it cannot start."""
-    is_repair: bool = False
-    elsewhere: Mapping[str, list[str]] = field(default_factory=dict)
-    """Damaged shards that hold only samples of other recipes, each with the names of these recipes."""
-    known: KnownLatents = field(default_factory=KnownLatents)
-    """Latents of images that need not be encoded."""
-    devices: list[DevicePlan] | None = None
-    """What the build needs of each device; None if nothing is encoded, or if it is not known."""
-
-    @property
-    def has_work(self) -> bool:
-        """True if the cache is out of date or damaged, or the source has faults."""
-        plan = self.plan
-        is_fault = any(notice.is_fault for notice in self.notices)
-        return bool(plan.problems or is_fault) or not self.update.is_nothing
-
-    @property
-    def notices(self) -> tuple[Notice, ...]:
-        """Facts about samples that are used all the same."""
-        return () if self.is_repair else (*self.job.notices, *self.plan.notices)
+    columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
+    caches = Given("--reuse", "cache.reuse", reuse) if reuse else None
+    places = (vae_device, text_device, out, caches, format)
+    given = (source, model, dtype, *columns, on_error, edit_mask, mask_head, slice, validation, *places)
+    settings = load_config(config, set_, given)
+    destination(settings.cache.path)  # before anything slow
+    if at is not None:
+        own = {"--model": model, "--vae-device": vae_device, "--text-device": text_device}
+        _check_at(own | {"--ray": ray, "--measure": measure, "--repair": repair})
+    if watch is not None:
+        single = {"--ray": ray, "--dry-run": dry_run, "--repair": repair, "--replace": replace}
+        single |= {"--only-validation": only_validation, "--rehash": rehash, "--json": json}
+        return run_watch(settings, at, watch, [name for name, value in single.items() if value])
+    work = {"dry_run": dry_run, "check": check, "replace_recipe": replace, "only_validation": only_validation}
+    with rehashing(rehash):
+        return run_build(settings, None, ray=ray, at=at, measure=measure, repair=repair, as_json=json, **work)
 
 
 def run_build(
@@ -199,6 +163,13 @@ def run_build(
 
     If the settings have rows for a validation cache, it is built too, by the same encoders.
     """
+    from qwen_cache.encode import preflight
+    from qwen_cache.encode.build import build_locked, build_task, is_main, repair_task, show_plans, with_devices
+    from qwen_cache.encode.builder import Encoders
+    from qwen_cache.encode.cluster import on_cluster
+    from qwen_cache.encode.validation import prepare_with_validation
+    from qwen_cache.format.manifest import MANIFEST_NAME
+
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")
@@ -207,34 +178,45 @@ def run_build(
         return _build_at(config, at, planned, dry_run=dry_run, check=check, alone=only_validation, as_json=as_json)
     if not dry_run:
         require("torch")
-    encoders = Encoders(load_lanes, takes_latents=True) if ray is None else on_cluster(ray, load_lanes)
+    encoders = (
+        Encoders(preflight.load_lanes, takes_latents=True) if ray is None else on_cluster(ray, preflight.load_lanes)
+    )
     if not dry_run and ray is None:
-        check_devices(config)
+        preflight.check_devices(config)
     with counting("fingerprinting the weights", in_bytes=True) as on_bytes:
         jobs = prepare_with_validation(config, source, on_bytes, alone=only_validation, here=ray is None)
     if repair:
-        jobs = [job for job in jobs if is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
+        jobs = [job for job in jobs if only_validation or is_main(job) or (job.folder / MANIFEST_NAME).is_file()]
     make = repair_task if repair else partial(build_task, replace_recipe=replace_recipe, takes_latents=ray is None)
 
     def plan(job: BuildJob) -> Task:
-        return make(job) if ray is not None else _with_devices(make(job), always=dry_run)
+        return make(job) if ray is not None else with_devices(make(job), always=dry_run)
 
     if dry_run:
-        return _dry_run([plan(job) for job in jobs], check=check, measure=measure, as_json=as_json)
-    return _build_locked(jobs, plan, encoders, as_json)
+        return show_plans([plan(job) for job in jobs], check=check, measure=measure, as_json=as_json)
+    return build_locked(jobs, plan, encoders, as_json)
 
 
-def check_at(**given: object) -> None:
-    """ConfigError for options of the command line that are about encoders on this machine."""
-    for name, value in given.items():
-        if value:
-            raise ConfigError(f"--at does not go with --{name.replace('_', '-')}", do="leave one of them out")
+def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
+    """Raise ConfigError for options that exclude each other."""
+    if check and not dry_run:
+        raise ConfigError("--check goes with --dry-run", do="add --dry-run, or leave --check out")
+    if measure and (ray is not None or not dry_run):
+        found = "--measure with --ray" if ray is not None else "--measure alone"
+        raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
+
+
+def _check_at(given: Mapping[str, object]) -> None:
+    """ConfigError for options that are about encoders on this machine."""
+    if name := next((name for name, value in given.items() if value), None):
+        raise ConfigError(f"--at does not go with {name}", do="leave one of them out")
 
 
 @contextmanager
 def open_at(at: str) -> Iterator[tuple[Client, Encoders]]:
     """A client of the server `at`, and its encoders; without any on this machine."""
     require("aiohttp")
+    from qwen_cache.encode.builder import Encoders
     from qwen_cache.service.client import Client
     from qwen_cache.service.encoding import IN_FLIGHT, ServerEncoders
 
@@ -253,373 +235,18 @@ def _build_at(
     as_json: bool,
 ) -> int:
     """`run_build` with the encoders of the server `at`."""
+    from qwen_cache.encode.build import build_locked, show_plans
+
     with open_at(at) as (client, encoders):
         from qwen_cache.service.encoding import prepare_all_at
 
         jobs = prepare_all_at(config, client, alone=alone)
         if dry_run:
-            return _dry_run(list(map(make, jobs)), check=check, measure=False, as_json=as_json, can_measure=False)
-        return _build_locked(jobs, make, encoders, as_json)
+            return show_plans(list(map(make, jobs)), check=check, measure=False, as_json=as_json, can_measure=False)
+        return build_locked(jobs, make, encoders, as_json)
 
 
-def _build_locked(jobs: Sequence[BuildJob], make: Callable[[BuildJob], Task], encoders: Encoders, as_json: bool) -> int:
-    """Plan and build with no other writer in any of the folders."""
-    with ExitStack() as locks:
-        for job in jobs:
-            locks.enter_context(directory.writing(job.folder))
-        tasks = list(map(make, jobs))
-        with encoders:
-            code, results = build(tasks, encoders)
-        if as_json and results:
-            _print_results(tasks, results)
-        return code
-
-
-def is_main(job: BuildJob) -> bool:
-    """True if the job builds the cache itself, not its validation cache."""
-    return job.folder == destination(job.config.cache.path)
-
-
-def _check_options(*, ray: str | None, dry_run: bool, check: bool, measure: bool) -> None:
-    """Raise ConfigError for options that exclude each other."""
-    if check and not dry_run:
-        raise ConfigError("--check goes with --dry-run", do="add --dry-run, or leave --check out")
-    if measure and (ray is not None or not dry_run):
-        found = "--measure with --ray" if ray is not None else "--measure alone"
-        raise ConfigError("--measure goes with --dry-run, and measures this machine", found=found)
-
-
-def build_task(job: BuildJob, *, replace_recipe: bool, takes_latents: bool) -> Task:
-    """Plan a build; without `replace_recipe` it may not replace most of the cache because of another recipe.
-
-    `takes_latents`: whether the encoders can use known latents.
-    """
-    existing = builder.load_existing(job)
-    with counting(f"reading {_rows_of(job)}", total=len(job.rows)) as on_rows:
-        plan = builder.plan_build(job, existing, lambda: on_rows(1))
-    reusable = reusable_samples(job.config, job.recipe, existing, job.recipe_name, plan.missing)
-    plan = builder.without_encoder(job, existing, plan, reusable)
-    update = builder.make_update(job, existing, plan)
-    may_replace = replace_recipe or not is_main(job)  # a validation cache is small
-    obstacles = [
-        unusable_rows(job, plan) or empty_source(job, existing, plan),
-        None if may_replace else changed_recipe(job, existing, plan, sys.argv[1:]),
-        full_disk(job, plan, update),
-    ]
-    to_encode = plan.to_encode if takes_latents else []
-    known = KnownLatents.of(job, existing, to_encode)
-    return Task(job, plan, update, reusable, [error for error in obstacles if error], known=known)
-
-
-def repair_task(job: BuildJob) -> Task:
-    """Plan a repair."""
-    with counting("verifying", in_bytes=True) as on_bytes:
-        repair = plan_repair(job, on_bytes)
-    plan, update = repair.plan, repair.update
-    obstacles = [unusable_rows(job, plan), full_disk(job, plan, update)]
-    nothing = ReusableSamples.none(EditMasks.of(job.config))
-    return Task(job, plan, update, nothing, [error for error in obstacles if error], True, repair.elsewhere)
-
-
-def _with_devices(task: Task, *, always: bool) -> Task:
-    """With what the build needs of its devices; without `always` only where there is an accelerator, which may be too
-    small."""
-    if not task.plan.to_encode or not (always or has_accelerator()):
-        return task
-    devices = plan_devices(task.job, task.plan.to_encode)
-    error = little_memory(devices or [])
-    return replace(task, devices=devices, obstacles=[*task.obstacles, *([error] if error else [])])
-
-
-def _dry_run(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool, can_measure: bool = True) -> int:
-    """Print the plans and write nothing; return the exit code."""
-    seconds = [_measure(task.job, task.plan) if measure and task.plan.to_encode else None for task in tasks]
-    if as_json:
-        _print_results(tasks, [_plan_json(task, each) for task, each in zip(tasks, seconds, strict=True)])
-    else:
-        _print_plans(tasks, seconds, always=True)
-        obstacles = [error for task in tasks for error in task.obstacles]
-        if any(task.plan.to_encode for task in tasks) and can_measure and not measure and not obstacles:
-            console().print(f"{INDENT}add --measure to learn how long that takes")
-    if (refused := _refused(tasks)) is not None:
-        return refused
-    return _left_damaged(tasks) or (FAULTS if check and any(task.has_work for task in tasks) else 0)
-
-
-def _refused(tasks: Sequence[Task]) -> int | None:
-    """Print every obstacle once; the exit code, None if there is no obstacle."""
-    obstacles = dict.fromkeys(str(error) for task in tasks for error in task.obstacles)
-    for error in obstacles:
-        fail(error)
-    return FAILED if obstacles else None
-
-
-def _print_results(tasks: Sequence[Task], results: Sequence[dict[str, Any]]) -> None:
-    """Print the JSON of each task: that of the cache, and that of its validation cache inside it."""
-    value: dict[str, Any] = {}
-    for task, result in zip(tasks, results, strict=True):
-        value |= result if is_main(task.job) else {"validation": result}
-    print_json(value)
-
-
-def build(tasks: Sequence[Task], encoders: Encoders) -> tuple[int, list[dict[str, Any]]]:
-    """Print the plans, and carry them out unless there are obstacles; the exit code, and the result of each as JSON."""
-    _print_plans(tasks, [None] * len(tasks))
-    if (refused := _refused(tasks)) is not None:
-        return refused, []
-    results = [_carry_out(task, encoders) for task in tasks]
-    return _left_damaged(tasks), results
-
-
-def _carry_out(task: Task, encoders: Encoders) -> dict[str, Any]:
-    """Build what the task plans, and print the result; it is returned as JSON."""
-    if task.update.is_nothing:
-        return _nothing_to_do(task)
-    begin = time.monotonic()
-    report = _run(task, encoders)
-    if not task.is_repair:  # which encodes no row that the settings add
-        save_settings(task.job.folder, task.job.config)
-    counts = _counts(task, report)
-    _print_report(task, report, counts, time.monotonic() - begin)
-    return {**counts, "samples": report.samples, "up_to_date": False}
-
-
-def _nothing_to_do(task: Task) -> dict[str, Any]:
-    job = task.job
-    if task.is_repair:
-        why = f"no sample of recipe {job.recipe_name!r} in {job.folder} is damaged"
-    elif not task.plan.samples:
-        why = f"slice {job.slice} of this source has no rows"
-    else:
-        why = f"{job.folder} already holds this source"
-        save_settings(job.folder, job.config)  # those of a build that was killed before it could
-        record_vae_encoders(task.update)  # of a cache that an older version wrote
-    console().print(f"nothing to do: {plain(why)}", markup=False)
-    samples = len(task.update.existing.rows.where_in(recipe=[recipe_id(job.recipe)]))
-    return {**dict.fromkeys(WORK, 0), "samples": samples, "up_to_date": True}
-
-
-def _left_damaged(tasks: Sequence[Task]) -> int:
-    """Report the damaged shards that only other recipes can repair; return the exit code."""
-    damaged = [(task, shard, recipes) for task in tasks for shard, recipes in task.elsewhere.items()]
-    for task, shard, recipes in damaged:
-        names, settings = ", ".join(recipes), " or ".join(f"cache.recipe={name}" for name in recipes)
-        error = ShardError(
-            "this shard is damaged and holds only samples of other recipes",
-            where=task.update.folder / shard,
-            found=names,
-            do=f"run `qwen-cache build --repair` with the settings of that recipe and --set {settings}",
-        )
-        fail(str(error))
-    return FAULTS if damaged else 0
-
-
-def _run(task: Task, encoders: Encoders) -> write.Report:
-    """Encode with a progress line; when interrupted, print how many samples are kept."""
-    now, plan = Progress(0), task.plan
-    missing = plan.missing
-    what = "encoding" if plan.to_encode else "making masks" if plan.new_masks else "copying"
-
-    try:
-        with progress_line(what, len(missing), encoders.states if plan.to_encode else list) as show:
-
-            def update(progress: Progress) -> None:
-                nonlocal now
-                now = progress
-                show(progress)
-
-            again = partial(builder.update_of_slice, task.job, plan) if task.job.slice and not task.is_repair else None
-            known, reusable = task.known.find, task.reusable
-            return write.run(task.job, task.update, missing, encoders, update, again, known=known, reusable=reusable)
-    except BaseException:
-        if now.finished:
-            total = plural(len(missing), "sample")
-            console().print(f"{now.finished} of {total} finished and kept; run the same command to continue")
-        raise
-
-
-def _counts(task: Task, report: write.Report) -> dict[str, int]:
-    """The number of missing samples by how they were made; a sample whose copy was damaged counts as encoded."""
-    plan, made = task.plan, [sample for sample in task.plan.missing if sample.key in report.made]
-    masks, kept = sum(task.reusable.row_for(sample) is not None for sample in made), len(plan.kept - report.made)
-    copied = len(plan.missing) - len(made) - kept
-    return dict(zip(WORK, (len(made) - masks, copied, kept, masks), strict=True))
-
-
-def _print_report(task: Task, report: write.Report, counts: dict[str, int], seconds: float) -> None:
-    out, shards = console(), f"{plural(report.shards, 'shard')}, {human_bytes(report.bytes)}"
-    parts = [f"{counts['encoded']} encoded"]
-    where = "" if task.plan.reused else " from replaced shards"
-    parts += [f"{counts['copied']} copied{where}"] if counts["copied"] else []
-    parts += [f"{counts['kept']} kept from an interrupted build"] if counts["kept"] else []
-    parts += [plural(counts["new_masks"], "new mask")] if counts["new_masks"] else []
-    out.print(f"[bold green]done[/] in {human_time(seconds)}: {', '.join(parts)}")
-    out.print(f"{plain(task.job.folder)} holds {plural(report.samples, 'sample')} in {shards}", markup=False)
-    if report.replaced and is_remote(task.job.folder):
-        out.print(f"{plural(report.replaced, 'replaced shard')} kept for runs that read them, until `qwen-cache gc`")
-    elif report.replaced and task.is_repair:
-        out.print(f"{plural(report.replaced, 'damaged shard')} moved to .replaced; `qwen-cache gc` removes them")
-    elif report.replaced:
-        replaced = plural(report.replaced, "replaced shard")
-        out.print(f"{replaced} kept for runs that read them: switching back costs nothing until `qwen-cache gc`")
-
-
-def _measure(job: BuildJob, plan: BuildPlan) -> float:
-    """Estimated seconds for all samples to encode, from a few that are encoded and not stored.
-
-    Loading the encoders is not timed, nor is the first sample, which warms up, unless it is the only one.
-    """
-    to_encode = plan.to_encode
-    by_key = {sample.key: sample for sample in to_encode}
-    few = [by_key[key] for key in plan.grouped(by_key)[: MEASURED + 1]]
-    with load_lanes(job) as lanes:
-        begin = time.monotonic()
-        for number, work in enumerate([lanes.submit(sample) for sample in few]):
-            lanes.result(work)
-            if number == 0 and len(few) > 1:
-                begin = time.monotonic()
-        seconds = time.monotonic() - begin
-    return seconds * estimate(to_encode, job).tokens / estimate(few[1:] or few, job).tokens
-
-
-def _print_plans(tasks: Sequence[Task], seconds: Sequence[float | None], *, always: bool = False) -> None:
-    """Print the plans to stderr, with `always` under --quiet too; `seconds` are the measured times."""
-    job = tasks[0].job
-    quantised = job.recipe.get("text_quantization")
-    kind = f"{job.model.pipeline}, {job.recipe['dtype']}{f', text encoder in {quantised}' if quantised else ''}"
-    model = f"{verbatim(job.model.name)}  ({kind})"
-    console(always=always).print(f"[bold]model[/]    {model}")
-    for task, each in zip(tasks, seconds, strict=True):
-        _print_plan(task, each, always=always)
-
-
-def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
-    out, job, plan = console(always=always), task.job, task.plan
-    if not is_main(job):
-        out.print(f"[bold]cache[/]    {verbatim(job.folder)}: images to generate, for validation")
-    if task.is_repair:
-        _print_repair(task, out)
-    else:
-        out.print(f"[bold]plan[/]     {verbatim(plan.summary())}")
-    _print_cost(task, seconds, out)
-    if sizes := plan.target_sizes():
-        shown = [f"{width}×{height}: {count}" for (width, height), count in sizes.items()]
-        more = f", and {plural(len(shown) - MAX_SIZES, 'size')} more" if len(shown) > MAX_SIZES else ""
-        out.print(f"[bold]{'targets' if is_main(job) else 'images '}[/]  {', '.join(shown[:MAX_SIZES])}{more}")
-    without = sum(not sample.row.controls for sample in plan.samples)
-    if without and job.model.takes_controls:
-        of_all = f"{without} of {plural(len(plan.samples), 'sample')}"
-        out.print(f"{INDENT}{of_all} without a control image, encoded as text to image")
-    if job.masks_left_out:
-        out.print(f"{INDENT}{plural(job.masks_left_out, 'edit mask')} skipped: format v1 has none")
-    if job.rows_left_out and not task.is_repair:
-        out.print(f"{INDENT}{plural(job.rows_left_out, 'row')} of the source left out")
-    for notice in task.notices:
-        for line in str(notice).splitlines():
-            out.print(f"{INDENT}{line}", markup=False)
-    if plan.repeated:
-        out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
-    if plan.removed and not task.is_repair:
-        out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} removed from the source, and now from the dataset")
-    if not (plan.missing or plan.removed or task.update.is_nothing or task.is_repair):
-        out.print(f"{INDENT}names or their order have changed: the list of samples is written again")
-    changed = [sample for sample in plan.missing if sample.reasons != ("new",)]
-    if len(changed) > FEW_CHANGED and len({sample.reasons for sample in changed}) == 1:
-        changed = []  # the summary has the reason
-    for sample in changed[:MAX_CHANGED]:
-        out.print(f"{INDENT}{plain(sample.row.name)}: {plain(', '.join(sample.reasons))}", markup=False)
-    if len(changed) > MAX_CHANGED:
-        out.print(f"{INDENT}and {len(changed) - MAX_CHANGED} more")
-    print_problems(plan.problems, "the damaged samples" if task.is_repair else _rows_of(job))
-
-
-def _rows_of(job: BuildJob) -> str:
-    return "the source" if is_main(job) else "the source for validation"
-
-
-def _print_repair(task: Task, out: PlainConsole) -> None:
-    plan = task.plan
-    lost = len(plan.samples) + len(plan.removed)
-    samples = f"{plural(lost, 'damaged sample')} in {plural(len(task.update.damaged), 'damaged shard')}"
-    out.print(f"[bold]repair[/]   {samples}, {len(plan.to_encode)} to encode; all other samples stay")
-    if plan.removed:
-        out.print(f"{INDENT}{plural(len(plan.removed), 'sample')} cannot be encoded again: see the problems")
-
-
-def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
-    """Print what the missing samples cost in time and space, and which of them need no encoder."""
-    job, plan = task.job, task.plan
-    if plan.to_encode:
-        time_taken = f", {human_time(seconds)}" if seconds else ""
-        out.print(f"[bold]estimate[/] {estimate(plan.to_encode, job)}{time_taken}")
-    if needed := bytes_to_write(job, plan, task.update):
-        free = free_bytes(job.folder)
-        left = "unknown free space" if free is None else f"{human_bytes(free)} free"
-        if is_remote(job.folder):
-            needed_here = human_bytes(disk_bytes(job, plan, task.update))
-            out.print(f"[bold]upload[/]   {human_bytes(needed)}; {needed_here} of it on this disk at a time, {left}")
-        else:
-            out.print(f"[bold]disk[/]     {human_bytes(needed)} to write, {left}")
-    for number, line in enumerate(memory_lines(task.devices or ())):
-        out.print(f"{INDENT if number else '[bold]memory[/]   '}{line}")
-    if text_only := sum(map(task.known.covers, plan.to_encode)):
-        out.print(f"{INDENT}{plural(text_only, 'sample')} of which only the text is encoded: the images are cached")
-    if plan.kept:
-        out.print(f"{INDENT}{plural(len(plan.kept), 'sample')} kept from an interrupted build")
-    for name, copies in plan.reused.items():
-        out.print(f"{INDENT}{plural(copies.samples, 'sample')} copied from {plain(name)}", markup=False)
-    if replaced := len(plan.to_copy) - sum(copies.samples for copies in plan.reused.values()):
-        samples = plural(replaced, "sample")
-        out.print(f"{INDENT}{samples} from replaced shards: switching back costs nothing until `qwen-cache gc`")
-    if plan.new_masks:
-        out.print(f"{INDENT}{plural(len(plan.new_masks), 'sample')} with only a new mask: everything else is cached")
-
-
-def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
-    job, plan, size = task.job, task.plan, estimate(task.plan.to_encode, task.job)
-    return {
-        "to_encode": len(plan.to_encode),
-        "to_copy": len(plan.to_copy),
-        "reused": {name: copies.samples for name, copies in plan.reused.items()},
-        "kept": len(plan.kept),
-        "new_masks": len(plan.new_masks),
-        "text_only": sum(map(task.known.covers, plan.to_encode)),
-        "cached": plan.cached,
-        "reasons": plan.reason_counts(),
-        "samples": [
-            {"name": s.row.name, "key": s.key, "work": plan.work(s.key), "reasons": list(s.reasons)}
-            for s in plan.missing
-        ],
-        "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
-        "repeated": plan.repeated,
-        "left_out": job.rows_left_out,
-        "notices": [
-            {"what": each.what, "count": each.count, "names": list(each.names), "do": each.do} for each in task.notices
-        ],
-        "removed": list(plan.removed),
-        "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
-        "damaged_shards": sorted([*task.update.damaged, *task.elsewhere]),
-        "refused": [
-            {"what": error.fault, "do": error.do, "commands": list(getattr(error, "commands", ()))}
-            for error in task.obstacles
-        ],
-        "image_tokens": size.image_tokens,
-        "text_tokens": size.text_tokens,
-        "bytes": size.bytes,
-        "bytes_to_write": bytes_to_write(job, plan, task.update),
-        "bytes_free": free_bytes(job.folder),
-        "memory": None if task.devices is None else [planned.as_json() for planned in task.devices],
-        "seconds": seconds,
-    }
-
-
-# ---- watch -----------------------------------------------------------------------------------------------------------
-# Terminal front end of `build --watch`: a build whenever the source has changed, by encoders that stay loaded.
-#
-# What another look may see otherwise (a source that cannot be read, another process that writes) is printed once, and
-# tried again at the next look. Other errors end it.
-
-FINAL = (ConfigError, DeviceError, FormatError, ModelError)
+# ---- --watch ---------------------------------------------------------------------------------------------------------
 
 
 def run_watch(config: Config, at: str | None, seconds: float, given: Sequence[str]) -> int:
@@ -627,22 +254,18 @@ def run_watch(config: Config, at: str | None, seconds: float, given: Sequence[st
 
     `given` are the options of `build` that need a single build.
     """
-    _check(config, given)
+    from qwen_cache.encode.build import watch_source
+
+    _check_watch(config, given)
     config = config.model_copy(update={"data": config.data.model_copy(update={"on_error": "skip"})})
-    with _preparing(config, at) as (prepare, encoders), encoders:
-        watch = Watch(prepare, encoders)
-        console().print(f"watching {verbatim(config.data.source)}; Ctrl-C ends it")
-        while True:
-            if code := watch.look():
-                return code
-            try:
-                time.sleep(seconds)
-            except KeyboardInterrupt:
-                console().print("stopped: nothing was being encoded")
-                return 0
+    with _preparing(config, at) as (prepare, encoders):
+        return watch_source(config.data.source, prepare, encoders, seconds)
 
 
-def _check(config: Config, given: Sequence[str]) -> None:
+def _check_watch(config: Config, given: Sequence[str]) -> None:
+    """ConfigError for options and settings that need a single build."""
+    from qwen_cache.encode.validation import is_wanted
+
     others = [*given, *(["data.slice"] if config.data.slice else [])]
     if others:
         raise ConfigError(f"--watch does not go with {others[0]}", do="leave one of them out")
@@ -661,59 +284,11 @@ def _preparing(config: Config, at: str | None) -> Iterator[tuple[Callable[[], Bu
             yield lambda: prepare_all_at(config, client, alone=False)[0], encoders
         return
     require("torch")
-    check_devices(config)
+    from qwen_cache.encode import builder, preflight
+
+    preflight.check_devices(config)
     model = builder.fitting_model(config)
-    yield partial(builder.prepare_build, config, None, model=model), Encoders(load_lanes, takes_latents=True)
-
-
-class Watch:
-    """The state of a watch: what was seen and said until now."""
-
-    def __init__(self, prepare: Callable[[], BuildJob], encoders: Encoders) -> None:
-        self._prepare, self._encoders = prepare, encoders
-        self._before, self._problems = Look({}), frozenset[Problem]()
-        self._said = set[object]()
-
-    def look(self) -> int:
-        """Build the rows at rest that the cache lacks; the exit code of a build that is refused, else 0."""
-        try:
-            return self._look()
-        except FINAL:
-            raise
-        except (QwenCacheError, OSError) as error:
-            self._say(str(error) if isinstance(error, QwenCacheError) else message_of(error) or repr(error))
-            return 0
-
-    def _look(self) -> int:
-        job = self._prepare()
-        existing = builder.load_existing(job)
-        plan = builder.plan_build(job, existing)
-        before, self._before = self._before, Look.of(job, plan)
-        self._print_problems(plan.problems)
-        job = settled(job, self._before, before)
-        new = {sample.row.name for sample in plan.missing} | _renamed(job, existing, plan)
-        wanted = new.intersection(row.name for row in job.rows)
-        if not job.rows or not (wanted or any(not job.keeps(name) for name in plan.removed)):
-            return 0
-        with directory.writing(job.folder):
-            task = build_task(job, replace_recipe=False, takes_latents=self._encoders.takes_latents)
-            return build([task], self._encoders)[0]
-
-    def _print_problems(self, problems: Sequence[Problem]) -> None:
-        """Print those that two looks found, once."""
-        lasting = [problem for problem in problems if problem in self._problems and problem not in self._said]
-        print_problems(lasting)
-        self._said.update(lasting)
-        self._problems = frozenset(problems)
-
-    def _say(self, text: str) -> None:
-        if text not in self._said:
-            console().print(f"waiting: {text}", markup=False)
-            self._said.add(text)
-
-
-def _renamed(job: BuildJob, existing: Existing, plan: BuildPlan) -> set[str]:
-    """The names of rows that the cache has under another name."""
-    cached = existing.of_recipe(job.recipe_name)
-    names = dict(zip(cached.each("key"), cached.each("name"), strict=True))
-    return {each.row.name for each in plan.samples if not each.reasons and names.get(each.key) != each.row.name}
+    yield (
+        partial(builder.prepare_build, config, None, model=model),
+        builder.Encoders(preflight.load_lanes, takes_latents=True),
+    )

@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache caption`: what is missing, then captions into files for people to correct.
+"""`caption`: what is missing, then captions into files for people to correct.
 
 It stops there: nothing enters a cache before `build` reads those files.
 """
@@ -7,29 +7,84 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.extras import require
-from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.models.folder import ModelFolder, check_name, open_language_model, open_model
-from qwen_cache.settings.load import Config
-from qwen_cache.sources.captions import CaptionFiles, caption_files, literal
-from qwen_cache.sources.detect import read_source, reading
-from qwen_cache.sources.rows import Row
-from qwen_cache.storage.remote import location
+from qwen_cache.options import (
+    CONFIG,
+    JSON,
+    MODEL,
+    MODEL_PATH,
+    ON_ERROR,
+    OUTPUT,
+    SET,
+    TEXT_DEVICE,
+    TEXT_DTYPE,
+    argument,
+    command,
+    flag,
+    option,
+    setting,
+)
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import console, counting, plural, print_json, print_problems
 from qwen_cache.text import plain, shell_line
+
+if TYPE_CHECKING:
+    from qwen_cache.models.folder import ModelFolder
+    from qwen_cache.settings.load import Config
+    from qwen_cache.sources.captions import CaptionFiles
+    from qwen_cache.sources.rows import Row
 
 PARTS = ("text_encoder", "tokenizer", "processor")
 
 
-def run_caption(
-    config: Config, source: str | None, out: Path | None, *, replace: bool, dry_run: bool, as_json: bool
+@command(
+    page="howto/write-captions.md",
+    examples=["qwen-cache caption data --dry-run", "qwen-cache caption data/metadata.csv --text-device cuda:0,cuda:1"],
+)
+def caption(
+    source: str | None = argument(
+        "SOURCE", "A folder or table of images, on this machine.", shown="data.source of qwen.yaml, else data"
+    ),
+    model: Given | None = MODEL_PATH,
+    captioner: Given | None = setting(
+        "caption.model",
+        MODEL,
+        "Another Qwen2.5-VL or Qwen3-VL to write the captions.",
+        "FOLDER",
+        name="--captioner",
+        default="the model's own text encoder",
+    ),
+    dtype: Given | None = TEXT_DTYPE,
+    on_error: Given | None = ON_ERROR,
+    text_device: Given | None = TEXT_DEVICE,
+    out: Path | None = option(OUTPUT, "The copy of a table, beside it.", "FILE", shown="NAME-captioned"),
+    replace: bool = flag("--replace", OUTPUT, "Caption every sample, also over existing prompts."),
+    dry_run: bool = flag("--dry-run", OUTPUT, "Count what is missing; write nothing."),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
 ) -> int:
+    """Write missing prompts with a vision-language model, into files to correct before they are built."""
+    from qwen_cache.settings.load import load_config
+
+    settings = load_config(config, set_, [model, captioner, dtype, on_error, text_device])
+    return _caption(settings, source or settings.data.source, out, replace=replace, dry_run=dry_run, as_json=json)
+
+
+def _caption(config: Config, source: str, out: Path | None, *, replace: bool, dry_run: bool, as_json: bool) -> int:
     """Caption the rows without a prompt; the exit code."""
     if not dry_run:
         require("torch")
-    place, data = location(source or config.data.source), config.data
+    from qwen_cache.format.identity import canonical_json, content_hash
+    from qwen_cache.models.folder import check_name, open_model
+    from qwen_cache.sources.captions import caption_files
+    from qwen_cache.sources.detect import read_source, reading
+    from qwen_cache.storage.remote import location
+
+    place, data = location(source), config.data
     if config.caption.model:
         check_name(config.caption.model)
     model = open_model(config.model.path, PARTS, config.model.revision)
@@ -59,6 +114,9 @@ def run_caption(
 
 def _write(missing: Sequence[Row], files: CaptionFiles, config: Config, model: ModelFolder) -> list[Problem]:
     """Write the captions of these rows; the problems of those that have none."""
+    from qwen_cache.models.folder import open_language_model
+    from qwen_cache.sources.captions import literal
+
     failed: list[Problem] = []
     if missing:
         source = open_language_model(config.caption.model) if config.caption.model else model

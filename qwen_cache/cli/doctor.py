@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache doctor`: what this machine has, what it lacks, and how to get it.
+"""`doctor`: what this machine has, what it lacks, and how to get it.
 
 Probes gather facts; checks judge them and change nothing. A probe never fails: without /proc, nvidia-smi or a torch
 that loads, it reports that. Versions come from package metadata. torch is the only heavy package that is imported,
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from qwen_cache.errors import ConfigError, first_line
 from qwen_cache.extras import EXTRAS, PACKAGE, __version__, install_command, installed, requirements
-from qwen_cache.options import IN_BUG_REPORTS
+from qwen_cache.options import CONFIG, IN_BUG_REPORTS, INPUT, JSON, SET, command, setting
+from qwen_cache.settings.given import Given
 from qwen_cache.storage.files import cache_home
 from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
 from qwen_cache.text import plain
@@ -89,13 +90,26 @@ class Torch:
     absent: bool = False
 
 
-def run_doctor(path: str, *, as_json: bool) -> int:
-    """Check, print, and return the exit code: whether something essential is missing."""
-    if "://" in path:
-        raise ConfigError("a cache is built on a local disk", where=path, do="name a local folder with --path")
-    checks = examine(Path(path))
+@command(page="howto/troubleshooting.md", examples=["qwen-cache doctor", "qwen-cache doctor --path /data/shards"])
+def doctor(
+    path: Given | None = setting(
+        "cache.path", INPUT, "The folder of the cache, which need not exist yet.", "FOLDER", name="--path"
+    ),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Check this machine: what is installed, what is missing, and how to get it."""
+    from qwen_cache.settings.load import load_config
+
+    folder = load_config(config, set_, [path]).cache.path
+    if "://" in folder:
+        if path is not None:
+            raise ConfigError("a cache is built on a local disk", where=folder, do="name a local folder with --path")
+        folder = "shards"
+    checks = examine(Path(folder))
     missing = [check for check in checks if check.status == "missing" and check.essential]
-    if as_json:
+    if json:
         print_json({"ok": not missing, "checks": [check.to_json() for check in checks]})
     else:
         print_checks(checks, len(missing))

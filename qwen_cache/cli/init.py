@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-cache init`: a small qwen.yaml for the data and this machine, with a comment per value.
+"""`init`: a small qwen.yaml for the data and this machine, with a comment per value.
 
 It reads the rows of the source, the headers of some images, and the devices of this machine; nothing is downloaded.
 Refuses a source with unusable rows, as a build does, and to overwrite a file without --force.
@@ -13,19 +13,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
-from qwen_cache.settings.describe import comment, settings_file
-from qwen_cache.settings.load import CONFIG_NAME, Config, overridden, parse_yaml
-from qwen_cache.sources.detect import Readable, Row, read_source, reading
-from qwen_cache.sources.images import upright_size
+from qwen_cache.options import JSON, MODEL, OUTPUT, SET, command, flag, option, setting, setting_argument
+from qwen_cache.settings.given import Given
 from qwen_cache.storage.files import make_folder, write_durably
-from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, human_bytes, plural, print_json, print_problems
 from qwen_cache.text import plain, shell_line
+
+if TYPE_CHECKING:
+    from qwen_cache.settings.load import Config
+    from qwen_cache.sources.detect import Readable, Row
 
 HEADERS = 32
 """Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""
@@ -71,10 +72,32 @@ class Survey:
         return self.sizes[median_low(range(len(self.sizes)))]
 
 
-def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
-    """Write the settings file, with every setting of `config` that is not the default; return the exit code."""
-    if file.exists() and not force:
-        raise ConfigError("this settings file already exists", where=file, do="give --force to replace it, or --out")
+@command(
+    page="tutorial.md",
+    examples=["qwen-cache init data", "qwen-cache init data.parquet --model Qwen/Qwen-Image-2.1 --out run.yaml"],
+)
+def init(
+    source: Given | None = setting_argument("data.source", "SOURCE", "A folder, table or tars of images, or a URL."),
+    model: Given | None = setting(
+        "model.path",
+        MODEL,
+        "A diffusers folder, or a repository on the hub.",
+        "MODEL",
+        name="--model",
+        default="one that takes as many control images as the samples have",
+    ),
+    out: Path = option(OUTPUT, "The settings file to write.", "FILE", default=Path("qwen.yaml")),
+    force: bool = flag("--force", OUTPUT, "Replace the file if it exists."),
+    json: bool = JSON,
+    set_: list[str] | None = SET,
+) -> int:
+    """Write a small commented qwen.yaml for the data in SOURCE and the devices of this machine."""
+    from qwen_cache.settings.describe import settings_file
+    from qwen_cache.settings.load import Config, overridden, parse_yaml
+
+    config = overridden({}, assignments=set_, given=[source, model])
+    if out.exists() and not force:
+        raise ConfigError("this settings file already exists", where=out, do="give --force to replace it, or --out")
     survey = survey_source(config)
     models, torch = fitting_models(survey.controls), probe_torch()
     entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch)}
@@ -83,20 +106,23 @@ def run_init(config: Config, file: Path, *, force: bool, as_json: bool) -> int:
     entries |= {key: (value, "Given on the command line.") for key, value in given.items()}
     text = settings_file((key, *entries[key]) for key in sorted(entries, key=list(defaults).index))
     text = f"{_head(config.data.source, survey)}\n\n{text}\n"
-    overridden(parse_yaml(text), str(file))
-    make_folder(file.parent)
-    write_durably(file, text.encode("utf-8"))
-    follow = _next_commands(file)
-    if as_json:
-        print_json(_to_json(file, config, survey, models, torch, follow))
+    overridden(parse_yaml(text), str(out))
+    make_folder(out.parent)
+    write_durably(out, text.encode("utf-8"))
+    follow = _next_commands(out)
+    if json:
+        print_json(_to_json(out, config, survey, models, torch, follow))
         return 0
-    console().print(f"wrote {plain(file)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
+    console().print(f"wrote {plain(out)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
     console().print("\n".join(["next:", *(f"  {each}" for each in follow)]), markup=False)
     return 0
 
 
 def survey_source(config: Config) -> Survey:
     """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
+    from qwen_cache.sources.detect import read_source, reading
+    from qwen_cache.storage.remote import location
+
     source = config.data.source
     rows, problems = read_source(location(source), **reading(config.data) | {"allow_empty_prompt": True})
     print_problems(problems)
@@ -126,6 +152,8 @@ def _kind(row: Row, source: str) -> str:
 
 
 def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
+    from qwen_cache.sources.images import upright_size
+
     for number in range(min(HEADERS, len(targets))):
         target = targets[number * len(targets) // min(HEADERS, len(targets))]
         data = target.read()
@@ -155,6 +183,8 @@ def chosen(
     config: Config, survey: Survey, models: Sequence[tuple[str, Family]], torch: Torch
 ) -> Iterator[tuple[str, Any, str]]:
     """Each setting of the file, with its value and a comment that explains it."""
+    from qwen_cache.settings.load import Config
+
     name, family = next((each for each in models if each[0] == config.model.path), models[0])
     others = "; ".join(f"{other} ({kind.licence})" for other, kind in models if other != name)
     takes = "No control images" if not survey.controls[1] else f"{_controls(survey.controls)} per sample"
@@ -201,6 +231,8 @@ def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
 
 
 def _head(source: str, survey: Survey) -> str:
+    from qwen_cache.settings.describe import comment
+
     what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
     where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them. "
     where += "`validation.prompts` has prompts to generate images from while the model trains; there are none yet."
@@ -221,6 +253,8 @@ def _controls(controls: tuple[int, int]) -> str:
 
 
 def _next_commands(file: Path) -> list[str]:
+    from qwen_cache.settings.load import CONFIG_NAME
+
     config = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
     return [shell_line(["qwen-cache", "build", *dry_run, *config]) for dry_run in (["--dry-run"], [])]
 

@@ -1,127 +1,171 @@
-"""Terminal front end of `qwen-cache inspect`."""
+"""`inspect`: what a cache holds, as text, JSON or a page."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.inspect.compare import compare
-from qwen_cache.inspect.flags import ImageSource, decoded_images, stored_images
-from qwen_cache.inspect.page import check_page_path, write_page
-from qwen_cache.inspect.summary import SourceComparison, survey
-from qwen_cache.inspect.terminal import describe, print_sample, print_survey
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, load_saved
-from qwen_cache.storage.remembered import rehashing
-from qwen_cache.storage.remote import LocalCopies, is_remote, location
+from qwen_cache.options import (
+    DEVICES,
+    JSON,
+    MODEL,
+    OUTPUT,
+    READ_CACHE,
+    SET,
+    SETTINGS,
+    command,
+    flag,
+    option,
+    setting,
+)
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import console, print_json
 from qwen_cache.text import plain
 
+if TYPE_CHECKING:
+    from qwen_cache.inspect.summary import SourceComparison
+
+WITH_HTML = "The page of --html"
+WITH_MASK_HEAD = "Doubtful masks (experimental)"
 THUMBNAILS = 200
 """Samples with images on a page, by default: some 10 MB."""
 TOP = 12
 """Doubtful masks that are listed, by default."""
 
+SAMPLE = option(OUTPUT, "Show one sample, by name, key or start of the key.", "NAME")
+SCAN = flag("--scan", OUTPUT, "Read every tensor; flag odd masks, odd numbers and near-duplicate targets.")
+SOURCE = option(
+    OUTPUT,
+    "Report whether the cache is up to date with this source. `build --dry-run` reports the effect of another model or "
+    "other settings.",
+    "SOURCE",
+)
+REHASH = flag("--rehash", OUTPUT, "With --source: read every image again, changed or not.")
+HTML = option(WITH_HTML, "Write a page with the report and a list of all samples.", "FILE")
+DECODE = flag("--decode", WITH_HTML, "Decode images with the VAE instead of showing thumbnails.")
+SHOWN = option(
+    WITH_HTML,
+    "Maximum number of samples shown with images.",
+    "INT",
+    shown=f"{THUMBNAILS}; of a remote cache without --decode, 0",
+    min=0,
+)
+MASK_HEAD = option(WITH_MASK_HEAD, "List the edit masks that differ most from this mask head's.", "FILE")
+LISTED = option(WITH_MASK_HEAD, "Number of masks listed.", "INT", shown=str(TOP), min=1)
+IMAGES = option(WITH_MASK_HEAD, "Write these samples as one PNG, 24 at most, decoded by the VAE.", "FILE")
+VAE_MODEL = setting(
+    "model.path",
+    MODEL,
+    "With --decode or --save-images: a diffusers folder, or a repository on the hub.",
+    "MODEL",
+    name="--model",
+)
+CONFIG_OF_BUILD = option(SETTINGS, "The settings file.", "FILE", shown="qwen.yaml; with --source, that of the build")
 
-@dataclass(frozen=True)
-class Inspection:
-    """The options of the command."""
 
-    cache: str
-    settings: Config
-    html: Path | None
-    decode: bool
-    thumbnails: int | None
-    scan: bool
-    source: str | None
-    rehash: bool
-    sample: str | None
-    mask_head: Path | None
-    top: int | None
-    save_images: Path | None
-    with_model: bool
-    vae_device: str
-    config: Path | None
-    assignments: tuple[str, ...]
-    as_json: bool
+@command(
+    page="howto/find-bad-samples.md",
+    examples=["qwen-cache inspect --html page.html", "qwen-cache inspect shards --sample cats/017"],
+    renamed={"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
+)
+def inspect(
+    cache: Given | None = READ_CACHE,
+    sample: str | None = SAMPLE,
+    scan: bool = SCAN,
+    source: str | None = SOURCE,
+    rehash: bool = REHASH,
+    json: bool = JSON,
+    html: Path | None = HTML,
+    decode: bool = DECODE,
+    thumbnails: int | None = SHOWN,
+    mask_head: Path | None = MASK_HEAD,
+    top: int | None = LISTED,
+    save_images: Path | None = IMAGES,
+    model: Given | None = VAE_MODEL,
+    vae_device: str = option(DEVICES, "The device of the VAE and the mask head.", "DEVICE", default="auto"),
+    config: Path | None = CONFIG_OF_BUILD,
+    set_: list[str] | None = SET,
+) -> int:
+    """Report what a cache holds."""
+    from qwen_cache.inspect import page, summary, terminal
+    from qwen_cache.inspect.flags import decoded_images, stored_images
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.storage.remembered import rehashing
+    from qwen_cache.storage.remote import LocalCopies
 
-
-def run_inspect(options: Inspection) -> int:
-    """Report what a cache holds; return the exit code."""
-    check_options(options)
-    settings = options.settings
-    copies = LocalCopies.of_settings(settings.cache)
-    if options.sample is not None:
-        (print_json if options.as_json else print_sample)(describe(options.cache, options.sample, copies))
+    settings = load_config(config, set_, [cache, model])
+    path, copies = settings.cache.path, LocalCopies.of_settings(settings.cache)
+    values: dict[str, object] = {"--sample": sample, "--scan": scan, "--source": source, "--rehash": rehash}
+    values |= {"--html": html, "--decode": decode, "--thumbnails": thumbnails, "--model": model, "--top": top}
+    values |= {"--mask-head": mask_head, "--save-images": save_images}
+    _check({name for name, value in values.items() if value is not None and value is not False})
+    if sample is not None:
+        (print_json if json else terminal.print_sample)(terminal.describe(path, sample, copies))
         return 0
-    if options.html is not None:
-        check_page_path(options.html, options.cache)
-    with rehashing(options.rehash):
-        surveyed = survey(options.cache, scan=options.scan, compare=_compare(options), copies=copies)
+    if html is not None:
+        page.check_page_path(html, path)
+    with rehashing(rehash):
+        surveyed = summary.survey(path, scan=scan, compare=_comparison(path, source, config, set_ or ()), copies=copies)
     doubtful = None
-    if options.mask_head is not None:
+    if mask_head is not None:
         from qwen_cache.inspect.doubtful_masks import flagged, print_doubtful, review_masks
 
-        top, device = options.top or TOP, options.vae_device
-        doubtful = review_masks(options.cache, options.mask_head, top, device, options.save_images, settings)
+        doubtful = review_masks(path, mask_head, top or TOP, vae_device, save_images, settings)
         surveyed = flagged(surveyed, doubtful)
-    if options.html is not None:
-        write_page(options.html, surveyed, _image_source(options, settings), _thumbnails(options))
-        console().print(f"wrote {plain(options.html)}", markup=False)
-    if options.as_json:
+    if html is not None:
+        images = decoded_images(settings, vae_device) if decode else stored_images
+        page.write_page(html, surveyed, images, _thumbnails(path, decode) if thumbnails is None else thumbnails)
+        console().print(f"wrote {plain(html)}", markup=False)
+    if json:
         print_json(surveyed.to_json() | (doubtful.to_json() if doubtful else {}))
-        return 0
-    print_survey(surveyed)
-    if doubtful:
-        print_doubtful(doubtful)
+    else:
+        terminal.print_survey(surveyed)
+        if doubtful:
+            print_doubtful(doubtful)
     return 0
 
 
-def check_options(options: Inspection) -> None:
+def _check(given: Set[str]) -> None:
     """Raise ConfigError for options that exclude each other."""
-    if (options.save_images is not None or options.top is not None) and options.mask_head is None:
+    if given & {"--top", "--save-images"} and "--mask-head" not in given:
         raise ConfigError("--top and --save-images go with --mask-head", do="give --mask-head too")
-    if (options.decode or options.thumbnails is not None) and options.html is None:
+    if given & {"--decode", "--thumbnails"} and "--html" not in given:
         raise ConfigError("--decode and --thumbnails go with --html", do="give --html FILE too")
-    if options.rehash and options.source is None:
+    if "--rehash" in given and "--source" not in given:
         raise ConfigError("--rehash goes with --source", do="give --source SOURCE too")
-    others = {
-        "--html": options.html,
-        "--mask-head": options.mask_head,
-        "--source": options.source,
-        "--scan": options.scan,
-        "--model": options.with_model,
-    }
-    given = [name for name, value in others.items() if value]
-    if options.sample is not None and given:
-        raise ConfigError("--sample shows one sample", found=", ".join(given), do="leave them out")
-    if options.with_model and not (options.decode or options.save_images):
+    others = [name for name in ("--html", "--mask-head", "--source", "--scan", "--model") if name in given]
+    if "--sample" in given and others:
+        raise ConfigError("--sample shows one sample", found=", ".join(others), do="leave them out")
+    if "--model" in given and not given & {"--decode", "--save-images"}:
         raise ConfigError("--model goes with --decode or --save-images", do="give one of them too")
 
 
-def _compare(options: Inspection) -> SourceComparison | None:
-    """The comparison with the source of --source; None without it."""
-    if options.source is None:
+def _comparison(
+    cache: str, source: str | None, config: Path | None, assignments: Sequence[str]
+) -> SourceComparison | None:
+    """The comparison with the source of --source, by the settings of `config`, else of the qwen.yaml in the cache, else
+    of ./qwen.yaml; `assignments` override. None without a source.
+    """
+    if source is None:
         return None
-    settings = _settings_of_build(options.cache, options.config, options.assignments)
-    return partial(compare, source=options.source, settings=settings)
+    from qwen_cache.inspect.compare import compare
+    from qwen_cache.settings.load import CONFIG_NAME, load_config, load_saved
+    from qwen_cache.storage.remote import is_remote, location
 
-
-def _image_source(options: Inspection, settings: Config) -> ImageSource:
-    return decoded_images(settings, options.vae_device) if options.decode else stored_images
-
-
-def _thumbnails(options: Inspection) -> int:
-    """How many samples have images on the page; by default none of a remote cache: each would be downloaded."""
-    if options.thumbnails is not None:
-        return options.thumbnails
-    return THUMBNAILS if options.decode or not is_remote(location(options.cache)) else 0
-
-
-def _settings_of_build(cache: str, config: Path | None, assignments: Sequence[str]) -> Config:
-    """Settings of `config`, else of the build's qwen.yaml in the cache, else of ./qwen.yaml; `assignments` override."""
     folder = location(cache)
     own = None if is_remote(folder) else folder / CONFIG_NAME
-    return load_saved(own, assignments) if not config and own and own.is_file() else load_config(config, assignments)
+    if own and own.is_file() and not config:
+        settings = load_saved(own, assignments)
+    else:
+        settings = load_config(config, assignments)
+    return partial(compare, source=source, settings=settings)
+
+
+def _thumbnails(cache: str, decode: bool) -> int:
+    """How many samples have images on the page; by default none of a remote cache: each would be downloaded."""
+    from qwen_cache.storage.remote import is_remote, location
+
+    return THUMBNAILS if decode or not is_remote(location(cache)) else 0

@@ -1,46 +1,116 @@
-"""`merge` and `migrate`."""
+"""`merge` and `migrate`: caches rewritten without the encoders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import __version__
-from qwen_cache.format import directory
-from qwen_cache.format.convert import Selection, merge, migrate, plan_merge, plan_migration, read_sources
-from qwen_cache.format.manifest import Manifest
-from qwen_cache.format.update import Update
-from qwen_cache.settings.load import Config
-from qwen_cache.settings.sections import check_compression
-from qwen_cache.storage.remote import LocalCopies, location
-from qwen_cache.storage.stores import destination
+from qwen_cache.options import (
+    CACHE,
+    CONFIG,
+    INPUT,
+    JSON,
+    NEW_CACHE,
+    OUTPUT,
+    SET,
+    argument,
+    command,
+    option,
+    setting,
+)
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import console, counting, human_bytes, plural, print_json
 from qwen_cache.text import plain
 
-# ---- migrate ---------------------------------------------------------------------------------------------------------
-# Terminal front end of `qwen-cache migrate`: progress, a summary after.
+if TYPE_CHECKING:
+    from qwen_cache.format.manifest import Manifest
+    from qwen_cache.format.update import Update
 
 OnSample = Callable[[int], None]
+Version = Literal["v1", "v2"]
 
 
-def run_migrate(config: Config, cache: str, old: int, new: int, *, as_json: bool) -> int:
-    """Migrate `cache` into `config.cache.path`; return the exit code."""
-    source, target = location(cache), destination(config.cache.path)
-    copies = LocalCopies.of_settings(config.cache)
-    check_compression(f"v{new}", config.cache.compression)
+@command(
+    page="howto/migrate-and-merge.md",
+    examples=["qwen-cache migrate v1 v2", "qwen-cache migrate v2 v1 shards --out shards-v1"],
+)
+def migrate(
+    old: Version = argument("FROM", "Format version of the cache.", default=...),
+    new: Version = argument("TO", "Target format version.", default=...),
+    cache: Given | None = CACHE,
+    out: str | None = option(OUTPUT, "The folder to write.", "FOLDER", shown="CACHE itself"),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Convert a cache to another format version, without the encoders."""
+    from qwen_cache.format import convert, directory
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.settings.sections import check_compression
+    from qwen_cache.storage.remote import LocalCopies, location
+    from qwen_cache.storage.stores import destination
+
+    source = location(load_config(config, set_, [cache]).cache.path)
+    settings = load_config(config, set_, [cache, Given("--out", "cache.path", out) if out else None]).cache
+    target, copies = destination(settings.path), LocalCopies.of_settings(settings)
+    check_compression(new, settings.compression)
     directory.load(source)  # before the lock creates a folder
     with directory.writing(target):
-        update = plan_migration(source, target, old, new)
+        update = convert.plan_migration(source, target, int(old[1:]), int(new[1:]))
 
         def write(on_sample: OnSample) -> Manifest:
-            return migrate(
-                source, update, int(config.cache.shard_size), config.cache.compression, __version__, copies, on_sample
-            )
+            size = int(settings.shard_size)
+            return convert.migrate(source, update, size, settings.compression, __version__, copies, on_sample)
 
-        return write_update(update, write, f"migrating to v{new}", as_json)
+        return write_update(update, write, f"migrating to {new}", as_json=json)
 
 
-def write_update(update: Update, write: Callable[[OnSample], Manifest], what: str, as_json: bool) -> int:
+@command(
+    page="howto/migrate-and-merge.md",
+    examples=[
+        "qwen-cache merge shards-a shards-b --out shards",
+        "qwen-cache merge shards --select 'cats/*' --out cats",
+    ],
+)
+def merge(
+    caches: list[str] = argument("CACHE", "The caches to merge.", default=...),
+    select: list[str] | None = option(
+        INPUT, "Only samples with these names: 'cats/*', or @FILE with a name per line.", "NAMES"
+    ),
+    out: Given = NEW_CACHE,
+    compression: Given | None = setting(
+        "cache.compression", OUTPUT, "Compression of the merged cache.", default="unchanged"
+    ),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Merge caches into one, or copy selected samples of one."""
+    from qwen_cache.format import convert, directory
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.storage.remote import LocalCopies, location
+    from qwen_cache.storage.stores import destination
+
+    settings = load_config(config, set_, [out, compression]).cache
+    sources, target = [location(cache) for cache in caches], destination(settings.path)
+    if any(directory.is_same(source, target) for source in sources):
+        raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
+    copies = LocalCopies.of_settings(settings)
+    given = convert.read_sources(sources, convert.Selection.of(select or []), copies)  # before the lock makes a folder
+    with directory.writing(target):
+        plan = convert.plan_merge(given, target)
+
+        def write(on_sample: OnSample) -> Manifest:
+            packed = settings.compression if "compression" in settings.model_fields_set else None
+            return convert.merge(plan, int(settings.shard_size), packed, __version__, copies, on_sample)
+
+        return write_update(plan.update, write, "merging", as_json=json)
+
+
+def write_update(update: Update, write: Callable[[OnSample], Manifest], what: str, *, as_json: bool) -> int:
     """Write the update and print what the folder holds; return the exit code."""
     if not update.is_nothing:
         with counting(what, total=len(update.order)) as on_sample:
@@ -61,27 +131,3 @@ def write_update(update: Update, write: Callable[[OnSample], Manifest], what: st
     if {shard.name for shard in update.existing.manifest.shards} - {shard.name for shard in manifest.shards}:
         out.print("replaced shards are kept for runs that read them; `qwen-cache gc` removes them")
     return 0
-
-
-# ---- merge -----------------------------------------------------------------------------------------------------------
-# Terminal front end of `qwen-cache merge`.
-
-
-def run_merge(config: Config, caches: list[str], select: list[str], *, as_json: bool) -> int:
-    """Merge `caches` into `config.cache.path`; return the exit code.
-
-    Samples keep their compression unless `cache.compression` is set.
-    """
-    sources, target = [location(cache) for cache in caches], destination(config.cache.path)
-    if any(directory.is_same(source, target) for source in sources):
-        raise ConfigError("a cache cannot be merged into itself", where=target, do="choose another folder with --out")
-    copies = LocalCopies.of_settings(config.cache)
-    given = read_sources(sources, Selection.of(select), copies)  # before the lock creates a folder
-    with directory.writing(target):
-        plan = plan_merge(given, target)
-
-        def write(on_sample: OnSample) -> Manifest:
-            compression = config.cache.compression if "compression" in config.cache.model_fields_set else None
-            return merge(plan, int(config.cache.shard_size), compression, __version__, copies, on_sample)
-
-        return write_update(plan.update, write, "merging", as_json)

@@ -1,67 +1,87 @@
-"""`import` and `export`."""
+"""`import` and `export`: a plan before anything is written, progress, the next command."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.format import directory
-from qwen_cache.format.cache import open_configured
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.format.update import Update, read_existing
-from qwen_cache.settings.load import Config
+from qwen_cache.options import (
+    CONFIG,
+    INPUT,
+    JSON,
+    MODEL,
+    NEW_CACHE,
+    ON_ERROR,
+    OUTPUT,
+    READ_CACHE,
+    SET,
+    argument,
+    command,
+    flag,
+    option,
+)
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import FAILED, console, counting, human_bytes, plural, print_json, print_problems, verbatim
 from qwen_cache.text import plain, shell_line
-from qwen_cache.trainers.convert import (
-    FORMAT_VERSION,
-    Dtype,
-    ExportPlan,
-    ImportedTool,
-    ImportJob,
-    ImportPlan,
-    ToolName,
-    check_folder,
-    claimed_model,
-    make_plan,
-    make_update,
-    plan_export,
-    prepare,
-    run,
-    write_export,
-)
-from qwen_cache.trainers.files import Options
+
+if TYPE_CHECKING:
+    from qwen_cache.format.update import Update
+    from qwen_cache.trainers.convert import ExportPlan, ImportJob, ImportPlan
 
 # ---- import ----------------------------------------------------------------------------------------------------------
-# Terminal front end of `qwen-cache import`: a plan before anything is written, progress, a summary after.
 
 MAX_PROBLEMS = 20  # that are listed
 
 
-def run_import(
-    config: Config,
-    tool: ImportedTool,
-    source: Path,
-    *,
-    model: str,
-    pipeline: str | None,
-    dtype: Dtype | None,
-    image_sizes: list[str],
-    captions: Path | None,
-    dry_run: bool,
-    as_json: bool,
+@command(
+    "import",
+    page="howto/import-a-cache.md",
+    examples=[
+        "qwen-cache import musubi cache --out shards --model Qwen/Qwen-Image-Edit-2509",
+        "qwen-cache import qflux cache --out shards --model Qwen/Qwen-Image-Edit \\\n"
+        "     --image-size 832x480 --captions data/control_images",
+    ],
+)
+def import_(
+    tool: Literal["qflux", "musubi", "diffusion-pipe"] = argument(
+        "TOOL", "The trainer that wrote the cache.", default=...
+    ),
+    source: Path = argument("SOURCE", "The folder of that cache.", default=...),
+    model: str = option(
+        MODEL, "The model that wrote it, such as Qwen/Qwen-Image-Edit-2509. Recorded as claimed.", "MODEL", default=...
+    ),
+    pipeline: str | None = option(MODEL, "Its diffusers pipeline, if --model does not determine it.", "CLASS"),
+    image_size: list[str] | None = option(
+        INPUT, "qflux: the size of the resized images; repeat it for each.", "WIDTHxHEIGHT"
+    ),
+    captions: Path | None = option(INPUT, "qflux: the folder with the .txt files of the prompts.", "FOLDER"),
+    on_error: Given | None = ON_ERROR,
+    out: Given = NEW_CACHE,
+    dtype: Literal["bfloat16", "float32"] | None = option(OUTPUT, "The dtype to store.", shown="the one that is exact"),
+    dry_run: bool = flag("--dry-run", OUTPUT, "Read everything and report what would be imported; write nothing."),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
 ) -> int:
-    """Read, print the plan, write, print a summary; return the exit code."""
-    options = Options(tuple(parse_size(text) for text in image_sizes), captions)
-    job = prepare(config, tool, source, claimed_model(model, pipeline), options, dtype)
+    """Import the cache of another trainer, without the encoders."""
+    from qwen_cache.format import directory
+    from qwen_cache.format.update import read_existing
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.trainers.convert import FORMAT_VERSION, claimed_model, make_plan, make_update, prepare
+    from qwen_cache.trainers.files import Options
+
+    settings = load_config(config, set_, [out, on_error])
+    options = Options(tuple(parse_size(text) for text in image_size or ()), captions)
+    job = prepare(settings, tool, source, claimed_model(model, pipeline), options, dtype)
     with counting("reading", in_bytes=True) as on_bytes:
         plan = make_plan(job, on_bytes)
     if dry_run:
         update = make_update(job, plan, read_existing(job.folder, FORMAT_VERSION))
-        _print_import(job, plan, update, as_json)
+        _print_import(job, plan, update, json)
         return 0
-    if plan.problems and config.data.on_error == "stop":
+    if plan.problems and settings.data.on_error == "stop":
         _print_problems(plan)
         console().print("nothing was imported; fix these samples, or skip them with --on-error skip")
         return FAILED
@@ -70,11 +90,13 @@ def run_import(
         console().print("[bold red]error:[/] no usable sample is left, so there is nothing to import")
         return FAILED
     with directory.writing(job.folder):
-        return _write(job, plan, make_update(job, plan, read_existing(job.folder, FORMAT_VERSION)), as_json)
+        return _write(job, plan, make_update(job, plan, read_existing(job.folder, FORMAT_VERSION)), json)
 
 
 def parse_size(text: str) -> tuple[int, int]:
     """`832x576`, width and height in pixels, as (height, width) in tokens."""
+    from qwen_cache.format.sample import PIXELS_PER_TOKEN
+
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     width, height = (int(match[1]), int(match[2])) if match else (0, 0)
     if not match or width % PIXELS_PER_TOKEN or height % PIXELS_PER_TOKEN:
@@ -84,6 +106,8 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def _write(job: ImportJob, plan: ImportPlan, update: Update, as_json: bool) -> int:
+    from qwen_cache.trainers.convert import run
+
     _print_import(job, plan, update, as_json=False)
     if up_to_date := update.is_nothing:
         console().print(f"nothing to do: {plain(job.folder)} already holds this source", markup=False)
@@ -165,24 +189,44 @@ def _import_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
 
 
 # ---- export ----------------------------------------------------------------------------------------------------------
-# Terminal front end of `qwen-cache export`: a plan before anything is written, progress, the next command.
 
 
-def run_export(
-    config: Config,
-    tool: ToolName,
-    out: Path,
-    *,
-    leave_out: list[str],
-    zero_cond_t: bool,
-    dry_run: bool,
-    as_json: bool,
+@command(
+    page="howto/export-a-cache.md",
+    examples=[
+        "qwen-cache export shards --to qflux --out qflux --on-error skip",
+        "qwen-cache export s3://team/shards --to musubi --out musubi \\\n"
+        "     --leave-out empty_prompt_embeds --leave-out edit_mask",
+    ],
+)
+def export(
+    cache: Given | None = READ_CACHE,
+    on_error: Given | None = ON_ERROR,
+    to: Literal["musubi", "diffusion-pipe", "diffsynth", "qflux"] = option(
+        OUTPUT, "The trainer to export for.", default=...
+    ),
+    out: Path = option(OUTPUT, "A new folder.", "FOLDER", default=...),
+    leave_out: list[str] | None = option(
+        OUTPUT, "Export without a tensor that the trainer cannot hold; repeat it for each.", "TENSOR"
+    ),
+    zero_cond_t: bool = flag(
+        "--zero-cond-t", OUTPUT, "The transformer is that of Qwen-Image-Edit-2511, which diffsynth stores."
+    ),
+    dry_run: bool = flag("--dry-run", OUTPUT, "Report what would be exported; write nothing."),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
 ) -> int:
-    """Read the index, print the plan, write, print a summary; return the exit code."""
+    """Write a cache as the files of another trainer, without the encoders."""
+    from qwen_cache.format.cache import open_configured
+    from qwen_cache.settings.load import load_config
+    from qwen_cache.trainers.convert import check_folder, plan_export, write_export
+
+    settings = load_config(config, set_, [cache, on_error])
     check_folder(out)
-    plan = plan_export(open_configured(config.cache), tool, leave_out)
-    _print_export(plan, as_json=as_json and dry_run)
-    has_refused = bool(plan.problems) and config.data.on_error == "stop"
+    plan = plan_export(open_configured(settings.cache), to, leave_out or [])
+    _print_export(plan, as_json=json and dry_run)
+    has_refused = bool(plan.problems) and settings.data.on_error == "stop"
     if has_refused:
         console().print("nothing is exported: fix these samples, or skip them with --on-error skip")
     if plan.refusal:
@@ -198,7 +242,7 @@ def run_export(
         write_export(plan, out, zero_cond_t=zero_cond_t, on_sample=lambda: on_samples(1))
     console().print(f"[bold green]done[/]: {verbatim(out)} holds {plural(len(plan.stems), 'sample')}")
     console().print(f"train on it with: {plain(plan.tool.command.format(folder=out))}", markup=False)
-    if as_json:
+    if json:
         print_json(_export_json(plan))
     return 0
 

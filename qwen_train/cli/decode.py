@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-train decode`."""
+"""`decode`: the latents of validation images as PNGs."""
 
 from __future__ import annotations
 
@@ -9,60 +9,69 @@ from typing import TYPE_CHECKING
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
-from qwen_cache.format.manifest import MANIFEST_NAME
-from qwen_cache.models.folder import open_model
+from qwen_cache.options import (
+    CONFIG,
+    DEVICES,
+    INPUT,
+    JSON,
+    MODEL_PATH,
+    SET,
+    VAE,
+    command,
+    flag,
+    option,
+    setting_argument,
+)
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_config, load_saved
 from qwen_cache.terminal import console, counting, plural, print_done, print_json
 from qwen_cache.text import plain
-from qwen_train.run import METRICS_NAME, in_one_process, latents_files, latents_folder
-from qwen_train.training.start import check_tracker
 
 AWAIT_SECONDS = 2.0
 
 if TYPE_CHECKING:
+    from qwen_cache.settings.load import Config
     from qwen_train.inference.decode import Decoder
 
 
-def run_decode(
-    folder: Path | None,
-    given: Sequence[Given | None],
-    vae_device: str,
-    config: Path | None,
-    assignments: Sequence[str],
-    *,
-    watch: bool,
-    as_json: bool,
+@command(
+    page="howto/watch-a-run.md",
+    examples=["qwen-train decode", "qwen-train decode runs/cats --watch --vae-device cuda:1"],
+)
+def decode(
+    folder: Given | None = setting_argument(
+        "train.output_dir", "FOLDER", "The output folder of a run, or a folder of latents."
+    ),
+    model: Given | None = MODEL_PATH,
+    vae: Given | None = VAE,
+    vae_device: str = option(DEVICES, "The device of the VAE.", "DEVICE", default="auto"),
+    watch: bool = flag("--watch", INPUT, "Decode images as they come, until the run has ended or Ctrl-C."),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
 ) -> int:
-    """Decode the latents of validation images, with `watch` as they come; the exit code."""
+    """Decode the latents of validation images to PNGs, and show them in report.html. Only the VAE is loaded."""
     require("torch")
-    in_one_process("decode")
-    if folder is not None and (folder / MANIFEST_NAME).exists():
-        do = "name the output folder of a run; `qwen-cache inspect --html` shows the images of a cache"
-        raise ConfigError("this folder is a cache", where=folder, do=do)
-    if watch:
-        folder = folder or Path(load_config(config, assignments, given).train.output_dir)
-        made = _watch(folder, given, vae_device, config, assignments)
-    else:
-        settings = _settings(folder, given, config, assignments)
-        folder = folder or Path(settings.train.output_dir)
-        latents_files(folder)
-        decoder = _decoder(settings, vae_device)
-        from qwen_train.inference.decode import not_decoded
-        from qwen_train.training.report import write_report
+    from qwen_cache.format.manifest import MANIFEST_NAME
+    from qwen_cache.settings.load import load_config
+    from qwen_train.run import in_one_process, latents_files, latents_folder
 
-        images = not_decoded(latents_files(folder))
-        with counting("decoding", len(images)) as advance:
-            for image in images:
-                decoder.decode(image)
-                advance(1)
-        if (folder / METRICS_NAME).is_file():
-            write_report(folder)
-        made = [image.png for image in images]
-    if as_json:
-        print_json({"folder": str(folder), "images": [str(path) for path in made]})
+    in_one_process("decode")
+    path, given, assignments = Path(folder.value) if folder else None, [model, vae], set_ or ()
+    if path is not None and (path / MANIFEST_NAME).exists():
+        do = "name the output folder of a run; `qwen-cache inspect --html` shows the images of a cache"
+        raise ConfigError("this folder is a cache", where=path, do=do)
+    if watch:
+        path = path or Path(load_config(config, assignments, given).train.output_dir)
+        made = _watch(path, given, vae_device, config, assignments)
+    else:
+        settings = _settings(path, given, config, assignments)
+        path = path or Path(settings.train.output_dir)
+        latents_files(path)
+        made = _decode(path, _decoder(settings, vae_device))
+    if json:
+        print_json({"folder": str(path), "images": [str(each) for each in made]})
         return 0
-    print_done(f"{plural(len(made), 'new image')} in {latents_folder(folder)}")
+    print_done(f"{plural(len(made), 'new image')} in {latents_folder(path)}")
     return 0
 
 
@@ -70,11 +79,15 @@ def _settings(
     folder: Path | None, given: Sequence[Given | None], config: Path | None, assignments: Sequence[str]
 ) -> Config:
     """The settings of the file that is named, else those of the run."""
+    from qwen_cache.settings.load import CONFIG_NAME, load_config, load_saved
+
     saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
     return load_saved(saved, assignments, given) if saved and not config else load_config(config, assignments, given)
 
 
 def _decoder(settings: Config, vae_device: str) -> Decoder:
+    from qwen_cache.models.folder import open_model
+
     model = open_model(settings.model.path, ("vae",), settings.model.revision, vae=settings.model.vae)
     from qwen_cache.models.devices import choose_device, torch_dtype
     from qwen_train.inference.decode import Decoder
@@ -82,9 +95,26 @@ def _decoder(settings: Config, vae_device: str) -> Decoder:
     return Decoder(model, choose_device(vae_device, "--vae-device"), torch_dtype(settings.predict.dtype))
 
 
+def _decode(folder: Path, decoder: Decoder) -> list[Path]:
+    from qwen_train.inference.decode import not_decoded
+    from qwen_train.run import METRICS_NAME, latents_files
+    from qwen_train.training.report import write_report
+
+    images = not_decoded(latents_files(folder))
+    with counting("decoding", len(images)) as advance:
+        for image in images:
+            decoder.decode(image)
+            advance(1)
+    if (folder / METRICS_NAME).is_file():
+        write_report(folder)
+    return [image.png for image in images]
+
+
 def _watch(
     folder: Path, given: Sequence[Given | None], vae_device: str, config: Path | None, assignments: Sequence[str]
 ) -> list[Path]:
+    from qwen_train.training.start import check_tracker
+
     _await_run(folder)
     settings = _settings(folder, given, config, assignments)
     check_tracker(settings.logging.report_to)
@@ -98,13 +128,13 @@ def _watch(
 
 def _await_run(folder: Path) -> None:
     """Return once the run in `folder` has begun; ConfigError if there is something else."""
-    if folder.is_file() or (folder.is_dir() and not _may_become_a_run(folder)):
+    from qwen_cache.settings.load import CONFIG_NAME
+
+    saved = folder / CONFIG_NAME
+    is_other = folder.is_dir() and any(not path.name.startswith(".") for path in folder.iterdir())
+    if folder.is_file() or (is_other and not saved.is_file()):
         raise ConfigError("--watch follows a run, and there is none here", where=folder, expected=CONFIG_NAME)
-    if not (folder / CONFIG_NAME).is_file():
+    if not saved.is_file():
         console().print(f"waiting for a run in {plain(folder)}", markup=False, highlight=False)
-    while not (folder / CONFIG_NAME).is_file():
+    while not saved.is_file():
         time.sleep(AWAIT_SECONDS)
-
-
-def _may_become_a_run(folder: Path) -> bool:
-    return (folder / CONFIG_NAME).is_file() or all(path.name.startswith(".") for path in folder.iterdir())

@@ -1,27 +1,50 @@
-"""Terminal front end of `qwen-train export`."""
+"""`export`: a LoRA for other programs."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from qwen_cache.extras import require
-from qwen_cache.settings.sections import ModelConfig
+from qwen_cache.options import CONFIG, JSON, MODEL_PATH, OUTPUT, SET, TRANSFORMER, argument, command, option
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import print_done, print_json
-from qwen_train.lora.files import check_export, find_lora
-from qwen_train.run import in_one_process
 
 
-def run_export(source: Path, to: str, out: Path, model: ModelConfig | None, *, as_json: bool) -> int:
-    """Convert a LoRA for other programs; the exit code."""
+@command(
+    page="howto/generate-images.md",
+    examples=[
+        "qwen-train export out --to comfyui --out cats.safetensors",
+        "qwen-train export out --to merged --out merged",
+    ],
+)
+def export(
+    source: Path = argument("LORA", "A LoRA: its file, or the folder of a run.", default=...),
+    model: Given | None = MODEL_PATH,
+    transformer: Given | None = TRANSFORMER,
+    to: Literal["diffusers", "comfyui", "peft", "merged"] = option(
+        OUTPUT, "The format; merged: the LoRA added to the model's weights.", default=...
+    ),
+    out: Path = option(
+        OUTPUT, "The output: a .safetensors file; with --to peft or merged, a folder.", "PATH", default=...
+    ),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Convert a LoRA for other programs, or merge it into the model's weights."""
+    from qwen_cache.settings.load import load_config
+    from qwen_train.lora.files import check_export, find_lora
+    from qwen_train.run import in_one_process
+
+    given = model or transformer or config or set_
+    named = load_config(config, set_, [model, transformer]).model if given else None
     require("torch")
     in_one_process("export")
     check_export(to, out)
     find_lora(source)
-    from qwen_train.lora.export import export
+    from qwen_train.lora import export as lora
 
-    written = export(source, to, out, model)
-    if as_json:
-        print_json({"format": to, "out": str(written)})
-    else:
-        print_done(written)
+    written = lora.export(source, to, out, named)
+    print_json({"format": to, "out": str(written)}) if json else print_done(written)
     return 0

@@ -1,34 +1,61 @@
-"""Terminal front end of `qwen-train plan`."""
+"""`plan`: the memory of training, and whether it fits."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
-from qwen_cache.models.folder import check_name
-from qwen_cache.settings.load import Config
+from qwen_cache.options import (
+    CONFIG,
+    DEVICES,
+    JSON,
+    MODEL_PATH,
+    READ_CACHE,
+    SET,
+    TRANSFORMER,
+    command,
+    option,
+)
+from qwen_cache.settings.given import Given
 from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
-from qwen_train.data.samples import Planned, open_samples
-from qwen_train.run import in_one_process
 
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
-def run_plan(settings: Config, gpu_memory: str | None, *, as_json: bool) -> int:
-    """Report the memory of training, and whether it fits; the exit code."""
+@command(
+    page="howto/train-on-24gb.md",
+    examples=["qwen-train plan --gpu-memory 24GB", "qwen-train plan --set train.offload_blocks=20 --json"],
+)
+def plan(
+    cache: Given | None = READ_CACHE,
+    model: Given | None = MODEL_PATH,
+    transformer: Given | None = TRANSFORMER,
+    gpu_memory: str | None = option(DEVICES, "The memory of the GPU, such as 24GB.", "SIZE"),
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
+) -> int:
+    """Predict the memory of training by part, and whether it fits. Loads no weights."""
+    from qwen_cache.models.folder import check_name
+    from qwen_cache.settings.load import load_config
+    from qwen_train.data.samples import Planned, open_samples
+    from qwen_train.run import in_one_process, only_cache
+
+    settings = load_config(config, set_, [model, transformer, *only_cache(cache)])
     require("torch")
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)
     Planned.of(samples, settings.train)
     check_name(settings.model.path)
+    from qwen_train import memory
     from qwen_train.inference.memory import memory_beside_training
-    from qwen_train.memory import Workload, plan
 
-    workload = Workload.of(settings, samples)
-    report = plan(settings, workload, capacity) | memory_beside_training(settings, workload)
-    (print_json if as_json else print_plan)(report)
+    workload = memory.Workload.of(settings, samples)
+    report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
+    (print_json if json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
 
 

@@ -1,4 +1,4 @@
-"""Terminal front end of `qwen-train run`: the checks first, then torch.
+"""`run`: the checks first, then torch.
 
 Of several processes only the main one prints. Each prints its own error; an error that several share is printed once.
 """
@@ -6,50 +6,113 @@ Of several processes only the main one prints. Each prints its own error; an err
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
+from qwen_cache.options import (
+    CONFIG,
+    INPUT,
+    JSON,
+    MODEL_PATH,
+    OUTPUT,
+    SET,
+    TRAINING,
+    TRANSFORMER,
+    VAE,
+    command,
+    flag,
+    option,
+    setting,
+    setting_argument,
+)
 from qwen_cache.settings.given import Given
-from qwen_cache.settings.load import CONFIG_NAME, Config
 from qwen_cache.terminal import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
-from qwen_train.run import METRICS_NAME, Launch, ToEncode, named_in, run_settings, silence_others
-from qwen_train.training.start import Start, starting
+
+if TYPE_CHECKING:
+    from qwen_cache.settings.load import Config
+    from qwen_train.run import Launch
+    from qwen_train.training.start import Start
 
 SECONDS_TO_PRINT = 5
 """torchrun kills all processes as soon as one fails; so the others wait until the one with the error has printed it."""
 
+SOURCE = setting_argument("cache.path", "CACHE", "The folder or URL of the cache; with --encode-…, the source.")
+ENCODE_ON_THE_FLY = flag(
+    "--encode-on-the-fly",
+    INPUT,
+    "Train without a cache: another process encodes, on cache.vae_device and cache.text_device.",
+)
+ENCODE_AT = option(INPUT, "Train without a cache: a `qwen-cache serve` at this address encodes.", "URL")
+FOLLOW = flag(
+    "--follow",
+    INPUT,
+    "Train while the cache is built: wait for its first commit, take in new ones at the ends of epochs.",
+)
+BATCH_SIZE = setting(
+    "train.batch_size", TRAINING, "Samples per forward pass and device.", default="1 without train.max_tokens"
+)
+RESUME = flag("--resume", TRAINING, "Continue from the newest checkpoint in the output folder, if there is one.")
+OUT = setting(
+    "train.output_dir", OUTPUT, "The folder for checkpoints, the LoRA and the report.", "FOLDER", name="--out"
+)
 
-def run_train(
-    path: Path | None,
-    assignments: Sequence[str] | None,
-    given: Iterable[Given | None],
-    *,
-    resume: bool,
-    encode_on_the_fly: bool,
-    encode_at: str | None,
-    as_json: bool,
+
+@command(
+    page="howto/choose-what-is-trained.md",
+    examples=[
+        "qwen-train run --model Qwen/Qwen-Image-Edit-2509 --max-steps 2000 --rank 32",
+        "qwen-train run shards --out runs/cats --learning-rate 5e-5 --batch-size 2",
+    ],
+)
+def run(
+    cache: Given | None = SOURCE,
+    encode_on_the_fly: bool = ENCODE_ON_THE_FLY,
+    encode_at: str | None = ENCODE_AT,
+    follow: bool = FOLLOW,
+    model: Given | None = MODEL_PATH,
+    transformer: Given | None = TRANSFORMER,
+    vae: Given | None = VAE,
+    max_steps: Given | None = setting("train.max_steps", TRAINING, "Optimizer steps."),
+    learning_rate: Given | None = setting("optimizer.learning_rate", TRAINING, "The peak learning rate."),
+    rank: Given | None = setting("train.lora.rank", TRAINING, "The rank of the LoRA."),
+    batch_size: Given | None = BATCH_SIZE,
+    resume: bool = RESUME,
+    out: Given | None = OUT,
+    json: bool = JSON,
+    config: Path | None = CONFIG,
+    set_: list[str] | None = SET,
 ) -> int:
-    """Train, and print the path of the result; the exit code."""
+    """Train on a cache. Only the transformer is loaded."""
+    if encode_on_the_fly and encode_at is not None:
+        raise ConfigError("--encode-on-the-fly and --encode-at exclude each other", do="leave one of them out")
     require("torch")
-    given, launch = list(given), Launch.of_environment()
+    from qwen_train.run import Launch, ToEncode, only_cache, run_settings, silence_others
+    from qwen_train.training.start import starting
+
+    encodes = encode_on_the_fly or encode_at is not None
+    source = Given("CACHE", "data.source", cache.value) if encodes and cache else None
+    named = [source] if encodes else only_cache(cache)
+    given = [model, transformer, vae, max_steps, learning_rate, rank, batch_size, out, *named]
+    given += [Given("--follow", "train.follow", True)] if follow else []
+    launch = Launch.of_environment()
     silence_others(launch)
     with ExitStack() as held:
         checked: Start | Exception
         try:
-            config, fresh = run_settings(path, assignments, given, resume=resume)
-            print_kept(config, fresh, path)
-            _refuse_unused_vae(given, config)
-            encodes = encode_on_the_fly or encode_at is not None
-            to_encode = ToEncode(config.data.source, encode_at) if encodes else None
-            checked = held.enter_context(starting(config, launch, resume=resume, to_encode=to_encode))
+            settings, fresh = run_settings(config, set_, given, resume=resume)
+            print_kept(settings, fresh, config)
+            _refuse_unused_vae(given, settings)
+            to_encode = ToEncode(settings.data.source, encode_at) if encodes else None
+            checked = held.enter_context(starting(settings, launch, resume=resume, to_encode=to_encode))
         except Exception as error:
             if launch.decides_alone:
                 raise
             checked = error  # raised once the processes are connected, so that one of them prints it
-        return _train(checked, launch, as_json=as_json)
+        return _train(checked, launch, as_json=json)
 
 
 def _refuse_unused_vae(given: Iterable[Given | None], config: Config) -> None:
@@ -85,6 +148,7 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
 
 def print_result(result: Path, out: Path, *, as_json: bool) -> None:
     """Print the path of the result; with `as_json` also the output folder and the last metrics."""
+    from qwen_train.run import METRICS_NAME
     from qwen_train.training.metrics import read_metrics
 
     if not as_json:
@@ -96,6 +160,9 @@ def print_result(result: Path, out: Path, *, as_json: bool) -> None:
 
 def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
     """Print the settings of a resumed run that differ from the settings file, and those that the file does not have."""
+    from qwen_cache.settings.load import CONFIG_NAME
+    from qwen_train.run import named_in
+
     file = path or Path(CONFIG_NAME)
     if not file.is_file():
         return

@@ -5,26 +5,22 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 from threading import Thread
-from typing import Annotated
 
-import typer
-
-from qwen_cache.options import command, run_app
+from qwen_cache.cli.ui import ALLOW, FOLDER, NO_BROWSER, PORT
+from qwen_cache.options import JSON, command, run_app
 from qwen_cache.service.http import open_socket
 from qwen_cache.terminal import console, plural, print_json, print_text, verbatim
 from qwen_train.ui.app import address, new_token, only_ui, serve
 from qwen_train.ui.workspace import Workspace
 
-app = typer.Typer(name="qwen-cache")
 
-
-@command(app, page="howto/use-the-web-ui.md", examples=())
+@command("qwen-cache", page="howto/use-the-web-ui.md", examples=())
 def run(
-    folder: Path,
-    allow: Annotated[list[Path] | None, typer.Option()] = None,
-    port: int = 0,
-    no_browser: Annotated[bool, typer.Option("--no-browser")] = False,
-    json: Annotated[bool, typer.Option("--json")] = False,
+    folder: Path = FOLDER,
+    allow: list[Path] | None = ALLOW,
+    port: int = PORT,
+    no_browser: bool = NO_BROWSER,
+    json: bool = JSON,
 ) -> int:
     """Open the folder, print the address, and answer until Ctrl-C; return the exit code."""
     workspace, token, token_once = Workspace.open(folder, allow or ()), new_token(), new_token()
@@ -42,4 +38,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_app(app, {})
+    run_app(run)

@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from qwen_cache.cli import COMMANDS
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError
@@ -30,15 +31,15 @@ from qwen_train.ui.workspace import STATE, Changes, Workspace, options_of, writt
 # folder, or be a URL. Values equal to those of qwen.yaml are left out; what qwen.yaml itself names is not asked about.
 
 SECTIONS = ("data", "cache", "model")
-OPTIONS = {
-    "data.source": "",
-    "model.path": "--model",
-    "cache.path": "--out",
-    "cache.vae_device": "--vae-device",
-    "cache.text_device": "--text-device",
-    "cache.format": "--format",
-}
-"""The settings with a field of their own, and their options; the source is the argument."""
+FIELDS = (
+    "data.source",
+    "model.path",
+    "cache.path",
+    "cache.vae_device",
+    "cache.text_device",
+    "cache.format",
+)
+"""The settings with a field of their own."""
 READ_OR_WRITTEN = (
     "data.source",
     "model.path",
@@ -80,7 +81,7 @@ class Form(BaseModel):
     def fields(self) -> dict[str, str]:
         """The settings with a field of their own, without empty ones and those that a server does not need."""
         values = (self.source, self.model, self.cache, self.vae_device, self.text_device, self.format)
-        given = {key: value.strip() for key, value in zip(OPTIONS, values, strict=True) if value.strip()}
+        given = {key: value.strip() for key, value in zip(FIELDS, values, strict=True) if value.strip()}
         unused = ("model.path", *DEVICE_SETTINGS) if self.at.strip() else ()
         return {key: value for key, value in given.items() if key not in unused}
 
@@ -170,9 +171,9 @@ def _reuse(form: Form) -> dict[str, Any]:
 
 def _arguments(form: Form, fields: dict[str, Any], changes: Changes) -> Iterator[str]:
     yield "build"
-    for key, option in OPTIONS.items():
+    for key in FIELDS:
         if key in fields:
-            yield from (option, fields[key]) if option else (fields[key],)
+            yield from COMMANDS["build"].typed(key, fields[key])
     if at := form.at.strip():
         yield from ("--at", at)
     reuse = fields.get("cache.reuse")
@@ -277,7 +278,7 @@ class BuildPage:
         values = self._workspace.settings().flat()
         found = search.find(self._workspace)
         return {
-            "values": {key: values[key] for key in (*OPTIONS, "cache.reuse")},
+            "values": {key: values[key] for key in (*FIELDS, "cache.reuse")},
             "models": [self._workspace.shown(each) for each in found.models],
             "caches": [self._workspace.shown(each) for each in found.caches],
         }

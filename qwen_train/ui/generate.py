@@ -25,6 +25,7 @@ from qwen_cache.service.http import RefusedError, as_json
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.files import make_folder, write_durably
+from qwen_train.cli import COMMANDS
 from qwen_train.inference.images import CHECKPOINT, FINAL, LORA_WEIGHT
 from qwen_train.ui import search
 from qwen_train.ui.job import Command, Job
@@ -130,7 +131,12 @@ def command_of(workspace: Workspace, wish: Wish, out: str) -> Command:
         if not (found := workspace.inside(path)).is_file():
             raise ConfigError("no such image", where="images", found=path, do="choose another")
         arguments += ["--image", workspace.shown(found)]
-    arguments += ["--prompt", wish.prompt, *(["--model", wish.model] if wish.model else []), *_lora(workspace, wish)]
+    arguments += [
+        "--prompt",
+        wish.prompt,
+        *(COMMANDS["predict"].typed("model.path", wish.model) if wish.model else []),
+        *_lora(workspace, wish),
+    ]
     for axis in checked(wish.grid):
         arguments += ["--grid", f"{axis.name}={axis.values}"]
     for name, device in wish.devices.model_dump().items():

@@ -15,10 +15,13 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
 from qwen_cache.errors import ConfigError
+from qwen_cache.options import Command as Declared
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved, parse_yaml
 from qwen_cache.settings.sections import NO_CACHE
+from qwen_train.cli import COMMANDS
 from qwen_train.run import METRICS_NAME
 from qwen_train.training.report import REPORT_NAME
 from qwen_train.ui import runs, search
@@ -33,19 +36,6 @@ from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of
 # The chosen GPUs become CUDA_VISIBLE_DEVICES, several of them one process each. A device that decodes images is one
 # more of the visible ones, so its number changes with them.
 
-OPTIONS = {
-    "model.path": "--model",
-    "model.transformer": "--transformer",
-    "model.vae": "--vae",
-    "train.max_steps": "--max-steps",
-    "optimizer.learning_rate": "--learning-rate",
-    "train.lora.rank": "--rank",
-    "train.batch_size": "--batch-size",
-    "train.output_dir": "--out",
-}
-"""The options of `qwen-train run` that override a setting; all others are changed with --set."""
-OF_PLAN = ("model.path", "model.transformer")
-"""The options that `qwen-train plan` has too."""
 OF_ENCODING = ("cache.", "model.", "validation.prompts", "validation.source", "validation.cache")
 CPU = "cpu"
 AUTO = "auto"
@@ -94,7 +84,7 @@ def new_run(workspace: Workspace, form: Form) -> Prepared:
     check_paths(workspace, config)
     decoder = config.validation.vae_device
     environment, changes, devices, processes = on_devices(form.devices, form.changes, decoder, form.has_gpus)
-    arguments = ["run", *_cache(changes), *_options(changes, tuple(OPTIONS))]
+    arguments = ["run", *_cache(changes), *_options(changes, COMMANDS["run"])]
     command = Command("qwen-train", tuple(arguments), environment, processes)
     return Prepared(command, devices, config.train.output_dir)
 
@@ -104,7 +94,7 @@ def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prep
     run = run_at(workspace, asked.folder)
     changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
     config = load_saved(run / CONFIG_NAME, (), given(changes))
-    arguments = ["run", "--resume", *_given("--out", workspace.shown(run))]
+    arguments = ["run", "--resume", *COMMANDS["run"].typed("train.output_dir", workspace.shown(run))]
     check_written(workspace, config, run)
     check_read(workspace, config)
     if earlier and not asked.devices:
@@ -115,7 +105,7 @@ def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prep
         environment, changes, devices, processes = on_devices(
             asked.devices, changes, changes.get(VAE_DEVICE), asked.has_gpus
         )
-    arguments += [*_cache(changes), *_options(changes, tuple(OPTIONS))]
+    arguments += [*_cache(changes), *_options(changes, COMMANDS["run"])]
     return Prepared(Command("qwen-train", tuple(arguments), environment, processes), devices, workspace.shown(run))
 
 
@@ -133,7 +123,7 @@ def planned(workspace: Workspace, form: Form) -> Command:
     check_paths(workspace, workspace.settings(form.changes))
     changes = {key: value for key, value in form.changes.items() if key != "train.output_dir"}
     size = ["--gpu-memory", f"{form.gpu_memory}B"] if form.gpu_memory else []
-    return Command("qwen-train", ("plan", *_cache(changes), *_options(changes, OF_PLAN), *size, "--json"))
+    return Command("qwen-train", ("plan", *_cache(changes), *_options(changes, COMMANDS["plan"]), *size, "--json"))
 
 
 def encoding(workspace: Workspace, form: Form) -> Prepared:
@@ -145,10 +135,10 @@ def encoding(workspace: Workspace, form: Form) -> Prepared:
     for name in (config.cache.path, config.validation_cache, *(set(config.cache.reuse) - set(before))):
         workspace.location(name)
     path = changes.pop("cache.path", None)
-    device = form.devices[0] if form.devices else AUTO
-    on = [part for option in ("--vae-device", "--text-device") for part in (option, device)]
-    out = _given("--out", str(path)) if path else []
-    arguments = ("build", "--only-validation", *out, *_options(changes, ("model.path",)), *on)
+    build, device = CACHE_COMMANDS["build"], form.devices[0] if form.devices else AUTO
+    on = [part for key in ("cache.vae_device", "cache.text_device") for part in build.typed(key, device)]
+    out = build.typed("cache.path", str(path)) if path else []
+    arguments = ("build", "--only-validation", *out, *_options(changes, build, ["model.path"]), *on)
     return Prepared(Command("qwen-cache", arguments), (device,), config.validation_cache)
 
 
@@ -163,19 +153,14 @@ def _cache(changes: Changes) -> list[str]:
     return [f"./{path}" if path.startswith("-") else path]
 
 
-def _options(changes: Changes, known: Sequence[str]) -> list[str]:
-    """The changes as options, those that have one first."""
-    is_cached = not changes.get("train.caches")
-    named = {key for key in known if changes.get(key) is not None}
+def _options(changes: Changes, command: Declared, keys: Sequence[str] = ()) -> list[str]:
+    """The changes as options, those that have one first; `keys`: the settings to look for, by default all but CACHE."""
+    keys = keys or [each.key for each in command.settings.values() if each.key != "cache.path"]
+    named = [key for key in keys if changes.get(key) is not None]
     others = {key: value for key, value in changes.items() if key not in named}
-    if is_cached and isinstance(others.get("cache.path"), str):
+    if not changes.get("train.caches") and isinstance(others.get("cache.path"), str):
         del others["cache.path"]
-    made = [part for key in known if key in named for part in _given(OPTIONS[key], str(changes[key]))]
-    return made + options_of(others)
-
-
-def _given(option: str, value: str) -> list[str]:
-    return [f"{option}={value}"] if value.startswith("-") else [option, value]
+    return [part for key in named for part in command.typed(key, str(changes[key]))] + options_of(others)
 
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

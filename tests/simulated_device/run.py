@@ -113,8 +113,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 
 def call(program: str, arguments: list[str]) -> dict[str, Any]:
     """One of the programs, in this process; an exception that it does not handle is exit code 1 and a traceback."""
-    from qwen_cache.cli import app as cache_cli
-    from qwen_train.cli import app as train_cli
+    from qwen_cache import cli as cache_cli
+    from qwen_train import cli as train_cli
 
     main = {"qwen-cache": cache_cli.main, "qwen-train": train_cli.main}[program]
     out, err = StringIO(), StringIO()

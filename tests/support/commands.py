@@ -6,16 +6,13 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from . import processes
 from .waiting import HANG
 
-typer.main.get_command = cache(typer.main.get_command)  # `run` parses hundreds of command lines in one process
 HEAVY = ("torch", "diffusers", "transformers", "accelerate", "peft")
 """Packages that neither a command line nor a reader imports."""
 
@@ -53,8 +50,8 @@ def run(program: str, *arguments: str | Path) -> Result:
     from contextlib import redirect_stderr, redirect_stdout
     from io import StringIO
 
-    from qwen_cache.cli import app as cache_cli
-    from qwen_train.cli import app as train_cli
+    from qwen_cache import cli as cache_cli
+    from qwen_train import cli as train_cli
 
     main = {"qwen-cache": cache_cli.main, "qwen-train": train_cli.main}[program]
     out, err, argv = StringIO(), StringIO(), sys.argv

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qwen_cache.cli import build as build_command
+from qwen_cache.encode import preflight
 from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.identity import content_hash, recipe_id
@@ -22,7 +22,7 @@ def fake_lanes(monkeypatch: pytest.MonkeyPatch) -> list[FakeLanes]:
         loaded.append(FakeLanes(job))
         return loaded[-1]
 
-    monkeypatch.setattr(build_command, "load_lanes", load)
+    monkeypatch.setattr(preflight, "load_lanes", load)
     return loaded
 
 

@@ -141,15 +141,15 @@ class Log:
 def main() -> None:
     import ray
 
-    from qwen_cache.cli import app
-    from qwen_cache.cli import build as build_command
+    from qwen_cache import cli
+    from qwen_cache.encode import preflight
     from tests.support import node_lanes
 
     ray.cloudpickle.register_pickle_by_value(node_lanes)
     log = Path(sys.argv.pop(1))
     (log / "driver").write_text(str(os.getpid()))
-    build_command.load_lanes = lambda job: node_lanes.NodeLanes(job, log)  # type: ignore[assignment]
-    app.main()
+    preflight.load_lanes = lambda job: node_lanes.NodeLanes(job, log)  # type: ignore[assignment]
+    cli.main()
 
 
 if __name__ == "__main__":

@@ -40,9 +40,9 @@ from .paths import ROOT
 from .waiting import HANG
 
 IMPORTED = (
-    *("qwen_cache.cli.app", "qwen_cache.cli.build", "qwen_cache.cli.serve", "qwen_cache.cli.spot_check"),
-    *("qwen_cache.cli.verify", "qwen_cache.encode.vae", "qwen_cache.encode.lanes", "qwen_cache.service.app"),
-    *("qwen_train.cli.app", "qwen_train.cli.predict", "qwen_train.cli.run", "qwen_train.train"),
+    *("qwen_cache.cli.build", "qwen_cache.encode.build", "qwen_cache.encode.check", "qwen_cache.service.engine"),
+    *("qwen_cache.format.verify", "qwen_cache.encode.vae", "qwen_cache.encode.lanes", "qwen_cache.service.app"),
+    *("qwen_train.cli", "qwen_train.inference.predict", "qwen_train.training.start", "qwen_train.train"),
     *("qwen_train.inference.generator", "qwen_train.inference.images", "qwen_train.inference.pipeline"),
     "diffusers.models.autoencoders.autoencoder_kl_qwenimage",
     "diffusers.models.transformers.transformer_qwenimage",
