@@ -399,8 +399,8 @@ def test_reports_replace_the_warning_of_the_readme(tmp_path: Path) -> None:
     assert page.WARNING not in text
     rows = [line for line in text.splitlines() if line.startswith("|[")]
     assert rows == [
-        "|[NVIDIA H200](docs/gpu/NVIDIA-H200.md)|2.5 s|50%|46.1 GB|45.8 GB|12.2|",
-        "|[NVIDIA L4](docs/gpu/NVIDIA-L4.md)|~15 s|50%|46.1 GB|45.8 GB|12.2|",
+        "|[NVIDIA H200](docs/gpu/NVIDIA-H200.md)|2.5 s|–|50%|46.1 GB|45.8 GB|12.2|",
+        "|[NVIDIA L4](docs/gpu/NVIDIA-L4.md)|~15 s|–|50%|46.1 GB|45.8 GB|12.2|",
     ]
     assert len(text.split()) <= MOST_WORDS
     assert page.readme(text, tmp_path) == text, "renewing changes nothing"
@@ -412,7 +412,7 @@ def test_reports_replace_the_warning_of_the_readme(tmp_path: Path) -> None:
 def test_what_was_not_measured_is_a_dash_in_the_readme(tmp_path: Path) -> None:
     report = {"card": "X", "small": False, "parts": {"step/bf16": {"rows": [{"case": "1024²", "reason": "too large"}]}}}
     (tmp_path / "X.json").write_text(json.dumps(report), encoding="utf-8")
-    assert "|[X](docs/gpu/X.md)|–|–|–|–|–|" in page.readme(README, tmp_path)
+    assert "|[X](docs/gpu/X.md)|–|–|–|–|–|–|" in page.readme(README, tmp_path)
 
 
 def test_a_readme_without_the_marks_is_refused(tmp_path: Path) -> None:

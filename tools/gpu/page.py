@@ -26,7 +26,7 @@ WARNING = """\
 NOTE = """\
 > [!NOTE]
 > Nothing here has run with the real weights yet. With random ones of real size (`make gpu`):"""
-README_HEAD = "|GPU|LoRA step, 1024²|of peak|memory|predicted|images/s|\n|---|---|---|---|---|---|"
+README_HEAD = "|GPU|LoRA step, 1024²|compiled|of peak|memory|predicted|images/s|\n|---|---|---|---|---|---|---|"
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -281,19 +281,21 @@ def readme(page: str, folder: Path) -> str:
 
 
 def readme_row(report: Mapping[str, Any], stem: str) -> str:
-    """A card: the step of a LoRA in bf16, and the images that the VAE encodes per second."""
+    """A card: the step of a LoRA in bf16, that of compiled blocks, and the images that the VAE encodes per second."""
     step, vae, peak = case(report, "step/bf16", "1024²"), case(report, "encode", "VAE"), measured_peak(report)
+    compiled = case(report, "step/compile", "compiled", exactly=True)
     cells = [f"[{report['card']}](docs/gpu/{stem}.md)"]
     if "seconds" in step:
         whole, about = step["seconds_whole"], "~" if step["seconds_whole"] != step["seconds"] else ""
-        cells += [f"{about}{digits(whole)} s", utilisation(step, peak)]
+        cells += [f"{about}{digits(whole)} s", number("seconds_whole", " s")(compiled, peak), utilisation(step, peak)]
         cells += [number(key, " GB", 1e-9)(step, peak) for key in ("allocated", "predicted")]
     else:
-        cells += [NOTHING] * 4
+        cells += [NOTHING] * 5
     return f"|{'|'.join([*cells, number('per_second')(vae, peak)])}|"
 
 
-def case(report: Mapping[str, Any], part: str, name: str) -> Row:
-    """The last case of a part whose name begins so; nothing if it was not measured."""
+def case(report: Mapping[str, Any], part: str, name: str, *, exactly: bool = False) -> Row:
+    """The last case of a part whose name begins so, or is it `exactly`; nothing if it was not measured."""
     rows = report["parts"].get(part, {}).get("rows", [])
-    return next((row for row in reversed(rows) if row["case"].startswith(name)), {})
+    named = [row for row in rows if (row["case"] == name if exactly else row["case"].startswith(name))]
+    return named[-1] if named else {}
