@@ -193,7 +193,9 @@ class RemoteShards:
             self._written = 0 if crowded else self._written
         if crowded:
             self.copies.evict()
-            self._drop_removed()
+            with self._lock:  # removed copies are closed, so that their disk space is freed
+                for name in [name for name, copy in self._open.items() if copy.is_removed()]:
+                    del self._open[name]
 
     def _read(self, name: str, begin: int, end: int) -> bytes:
         data = directory.find_shard(self.folder, name, lambda url: url.read_range(begin, end))
@@ -218,12 +220,6 @@ class RemoteShards:
                 self._open.popitem(last=False)  # tensors that still use it keep the mapping alive
         copy.touch()
         return copy
-
-    def _drop_removed(self) -> None:
-        """Close removed copies, so that their disk space is freed."""
-        with self._lock:
-            for name in [name for name, copy in self._open.items() if copy.is_removed()]:
-                del self._open[name]
 
 
 def shards_of(folder: Location, manifest: Manifest, copies: LocalCopies) -> LocalShards | RemoteShards:
@@ -303,7 +299,13 @@ def open_recipes(path: str | Location, copies: LocalCopies) -> dict[str, Cache]:
 def _open(path: str | Location, recipe: str | None, copies: LocalCopies, commit: Path | None = None) -> Cache:
     folder = location(path)
     manifest, table = load_index(folder if commit is None else commit)
-    cache = _of_recipe(folder, manifest, table, _choose(manifest, recipe, folder), copies)
+    names = sorted(manifest.recipes)
+    if recipe is None and len(names) == 1:
+        recipe = names[0]
+    if recipe is None or recipe not in manifest.recipes:
+        what = "this cache holds several recipes; name one of them" if recipe is None else f"no recipe {recipe!r} here"
+        raise QwenCacheError(what, where=folder, expected=" or ".join(names), do="set cache.recipe")
+    cache = _of_recipe(folder, manifest, table, recipe, copies)
     cache.commit = commit
     return cache
 
@@ -371,7 +373,14 @@ class Cache:
 
         Raises IndexError or KeyError if it does not exist, FormatError if its index row contradicts itself.
         """
-        return Sample(self.row(self._position(which)), self.shards)
+        if isinstance(which, str):
+            if (position := self.keys.find(which)) < 0:
+                raise KeyError(f"no sample with the key {which!r} in {self.folder}")
+        elif -len(self) <= which < len(self):
+            position = which % len(self)
+        else:
+            raise IndexError(f"sample {which} of {len(self)}")
+        return Sample(self.row(position), self.shards)
 
     def prefetch(self, positions: Iterable[int]) -> None:
         """Start to fetch the samples at `positions` (from 0) in the background; does nothing for a local cache."""
@@ -410,15 +419,6 @@ class Cache:
 
     def __reduce__(self) -> tuple[Callable[..., Cache], tuple[Any, ...]]:
         return _open, (self.folder, self.recipe_name, self.copies, self.commit)
-
-    def _position(self, which: int | str) -> int:
-        if isinstance(which, str):
-            if (position := self.keys.find(which)) < 0:
-                raise KeyError(f"no sample with the key {which!r} in {self.folder}")
-            return position
-        if not -len(self) <= which < len(self):
-            raise IndexError(f"sample {which} of {len(self)}")
-        return which % len(self)
 
     @cached_property
     def keys(self) -> Keys:
@@ -614,17 +614,6 @@ def _torch_dtype(spec: TensorSpec) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "U8": torch.uint8}[spec.dtype]
 
 
-def _choose(manifest: Manifest, recipe: str | None, folder: Location) -> str:
-    names = sorted(manifest.recipes)
-    if recipe is None and len(names) == 1:
-        return names[0]
-    if recipe not in manifest.recipes:
-        what = "this cache holds several recipes; name one of them" if recipe is None else f"no recipe {recipe!r} here"
-        raise QwenCacheError(what, where=folder, expected=" or ".join(names), do="set cache.recipe")
-    assert recipe is not None
-    return recipe
-
-
 # ---- find ------------------------------------------------------------------------------------------------------------
 # Find a sample by its name, its key, or a start of its key that no other sample shares.
 
@@ -652,7 +641,8 @@ def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
         ]
     where = caches[0].folder
     if len(matches) > 1:
-        found = _some([_name_and_key(*match) for match in matches[:SHOWN]], len(matches))
+        first = [(cache.table["name"][i].as_py(), cache.table["key"][i].as_py()) for cache, i in matches[:SHOWN]]
+        found = _some([f"{name} ({key})" for name, key in first], len(matches))
         raise ConfigError("several samples match", where=where, found=found, do="give the full key")
     if not matches:
         some = [name for cache in caches for name in pc.unique(cache.table["name"].slice(0, COMPARED)).to_pylist()]
@@ -669,11 +659,6 @@ def find_sample(caches: Sequence[Cache], text: str) -> tuple[Cache, Sample]:
         raise ConfigError("no sample has this name, key or start of a key", where=where, found=text, do=do)
     ((cache, position),) = matches
     return cache, cache[position]
-
-
-def _name_and_key(cache: Cache, position: int) -> str:
-    name, key = (cache.table[column][position].as_py() for column in ("name", "key"))
-    return f"{name} ({key})"
 
 
 def _positions(found: pa.ChunkedArray) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow.compute as pc
 
 from qwen_cache.errors import ConfigError
@@ -53,34 +52,28 @@ def plan_migration(source: Location, target: Location, old: int, new: int) -> Up
     if new == 1 and (other := [name for name, it in given.manifest.recipes.items() if "family" in it.recipe]):
         family = given.manifest.recipes[other[0]].recipe["family"]
         raise ConfigError(f"format v1 cannot hold a cache of {family}", where=source, do="stay with v2")
-    if unfit := _unfit(given.rows, new):
-        more = f" and {len(unfit) - SHOWN} more" if len(unfit) > SHOWN else ""
-        raise ConfigError(
-            f"format v{new} has no edit masks, attention, seeds or images to generate, but this cache does",
-            where=source,
-            found=", ".join(unfit[:SHOWN]) + more,
-            do=f"stay with v{given.manifest.format_version}, or build without them",
-        )
+    if new == 1:  # loses thumbnails, which are for people only, but nothing else
+        rows, table = given.rows, given.rows.table
+        only_v2 = [name for name in (*TENSORS[2], SEED) if name not in (*TENSORS[1], "thumbnails")]
+        lost = [table[name].is_valid() for name in only_v2 if name in table.column_names]
+        lost += [table["target"].is_null()]
+        lost += [pc.greater(pc.list_value_length(table["phrase"]), 0)] if "phrase" in table.column_names else []
+        unfit = np.logical_or.reduce([each.to_numpy() for each in lost])
+        names = rows.at(rows.positions[unfit[rows.positions]]).column("name").to_pylist()
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            raise ConfigError(
+                f"format v{new} has no edit masks, attention, seeds or images to generate, but this cache does",
+                where=source,
+                found=", ".join(names[:SHOWN]) + more,
+                do=f"stay with v{given.manifest.format_version}, or build without them",
+            )
     in_place = directory.is_same(source, target)
     existing = given if in_place else read_existing(target, new)
     update = plan_update(target, existing, new, given.listed, by_position(given.manifest, given.rows))
     if not in_place and len(existing) and not update.is_nothing:
         raise ConfigError("this folder holds another dataset", where=target, do="choose an empty folder with --out")
     return replace(update, vae_encoders=given.manifest.vae_encoders)
-
-
-def _unfit(rows: KeyedRows, format_version: int) -> list[str]:
-    """The names of the samples that would lose something other than thumbnails, which are for people only."""
-    if format_version > 1:
-        return []
-    table = rows.table
-    only_v2 = {name: table[name].is_valid() for name in (*TENSORS[2], SEED) if name in table.column_names}
-    lost = [only_v2[name] for name in only_v2 if name not in (*TENSORS[1], "thumbnails")]
-    lost += [table["target"].is_null()]
-    lost += [pc.greater(pc.list_value_length(table["phrase"]), 0)] if "phrase" in table.column_names else []
-    unfit = np.logical_or.reduce([each.to_numpy() for each in lost])
-    names: list[str] = rows.at(rows.positions[unfit[rows.positions]]).column("name").to_pylist()
-    return names
 
 
 def migrate(
@@ -112,7 +105,8 @@ def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str
     tensors = {name: sample.buffer(name) for name in specs}
     if "empty_prompt_embeds" not in tensors:
         return meta, tensors
-    row_bytes, width = _row_bytes(meta), meta.tensors["prompt_embeds"].shape[1]
+    width = meta.tensors["prompt_embeds"].shape[1]
+    row_bytes = meta.tensors["prompt_embeds"].element_size * width
     shared = tensors["prompt_embeds"][: meta.prefix_length * row_bytes]
     whole = memoryview(bytes(shared) + bytes(tensors["empty_prompt_embeds"]))
     prefix = shared_rows(tensors["prompt_embeds"], whole, row_bytes, least=AFTER_PROMPT) if format_version > 1 else 0
@@ -123,11 +117,6 @@ def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str
         replace(meta, prefix_length=prefix, tensors={**meta.tensors, "empty_prompt_embeds": spec}),
         {**tensors, "empty_prompt_embeds": stored},
     )
-
-
-def _row_bytes(meta: SampleMeta) -> int:
-    spec = meta.tensors["prompt_embeds"]
-    return spec.element_size * spec.shape[1]
 
 
 # ---- merge -----------------------------------------------------------------------------------------------------------
@@ -197,7 +186,19 @@ def read_sources(sources: Sequence[Location], select: Selection, copies: LocalCo
     Raises ConfigError if a name or pattern of `select` matches no sample.
     """
     caches = [cache for source in sources for cache in open_recipes(source, copies).values()]
-    return Sources(_selected(caches, select))
+    unused, selected = {*select.names, *select.patterns}, []
+    for cache in caches:
+        rows, chosen = cache.keyed_rows, array("q")
+        for position, name in enumerate(() if select.is_everything else rows.each("name")):
+            if matching := select.matching(name):
+                unused -= matching
+                chosen.append(position)
+        selected.append((cache, rows if select.is_everything else rows.at(np.array(chosen))))
+    if unused:
+        some = ", ".join(sorted(unused)[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
+        do = "select samples by their name in the source: the column `name` of index.parquet"
+        raise ConfigError("no sample has such a name", found=some, do=do)
+    return Sources(selected)
 
 
 def plan_merge(given: Sources, target: Location) -> Merge:
@@ -215,22 +216,17 @@ def plan_merge(given: Sources, target: Location) -> Merge:
                 where=cache.folder,
                 do="merge them into different folders: a training run reads one recipe",
             )
-    taken = _without_repeated(existing.rows, given.selected)
+    # Samples that an earlier cache or `existing` has are not taken.
+    every = [existing.rows, *(rows for _, rows in given.selected)]
+    is_first = first_of_each(np.concatenate([rows.words for rows in every]))
+    _, *of_cache = np.split(is_first, np.cumsum([len(rows) for rows in every])[:-1])
+    selected = zip(given.selected, of_cache, strict=True)
+    taken = [(cache, rows.at(rows.positions[new])) for (cache, rows), new in selected]
     rows = sum((listed(rows) for _, rows in taken), existing.listed)
     order = [key for cache, rows in taken for key in by_position(cache.manifest, rows)]
     encoders = {vae: encoder for cache in caches for vae, encoder in cache.manifest.vae_encoders.items()}
     update = replace(plan_update(target, existing, max(versions), rows, order), vae_encoders=encoders)
     return Merge(update, recipes, taken)
-
-
-def _without_repeated(
-    existing: KeyedRows, selected: Sequence[tuple[Cache, KeyedRows]]
-) -> list[tuple[Cache, KeyedRows]]:
-    """Without the samples that an earlier cache or `existing` has."""
-    every = [existing, *(rows for _, rows in selected)]
-    is_first = first_of_each(np.concatenate([rows.words for rows in every]))
-    _, *of_cache = np.split(is_first, np.cumsum([len(rows) for rows in every])[:-1])
-    return [(cache, rows.at(rows.positions[new])) for (cache, rows), new in zip(selected, of_cache, strict=True)]
 
 
 def merge(
@@ -262,28 +258,16 @@ def merge(
     return carry_out(plan.update, staging, write, plan.recipes, {"qwen-cache": version}, on_sample)
 
 
-def _selected(caches: Sequence[Cache], select: Selection) -> list[tuple[Cache, KeyedRows]]:
-    unused, selected = {*select.names, *select.patterns}, []
-    for cache in caches:
-        rows, chosen = cache.keyed_rows, array("q")
-        for position, name in enumerate(() if select.is_everything else rows.each("name")):
-            if matching := select.matching(name):
-                unused -= matching
-                chosen.append(position)
-        selected.append((cache, rows if select.is_everything else rows.at(np.array(chosen))))
-    if unused:
-        some = ", ".join(sorted(unused)[:SHOWN]) + (f" and {len(unused) - SHOWN} more" if len(unused) > SHOWN else "")
-        do = "select samples by their name in the source: the column `name` of index.parquet"
-        raise ConfigError("no sample has such a name", found=some, do=do)
-    return selected
-
-
 def _whole_shards(plan: Merge, compression: str | None) -> list[Location]:
     """Shards whose samples are all selected, new to the target, and stored with `compression` already."""
     counts = dict[Location, IntArray]()
     for cache, rows in plan.taken:
-        kept = rows if compression is None else rows.at(rows.positions[_is_stored_as(rows, compression)])
-        numbers = shard_numbers(cache.manifest, kept)
+        if compression is not None:  # samples that zstd did not make smaller are compressed again
+            is_compressed = np.zeros(len(rows), bool)
+            for name in TENSORS[rows.format_version]:
+                is_compressed |= pc.struct_field(rows.column(name), "codec").is_valid().to_numpy()
+            rows = rows.at(rows.positions[is_compressed == (compression == "zstd")])
+        numbers = shard_numbers(cache.manifest, rows)
         count = np.bincount(numbers[numbers >= 0], minlength=len(cache.manifest.shards))
         counts[cache.folder] = counts.get(cache.folder, 0) + count
     manifests = {cache.folder: cache.manifest for cache, _ in plan.taken}
@@ -295,15 +279,6 @@ def _whole_shards(plan: Merge, compression: str | None) -> list[Location]:
     ]
 
 
-def _is_stored_as(rows: KeyedRows, compression: str) -> npt.NDArray[np.bool_]:
-    """`[N]`: true for samples stored with `compression`. One that zstd did not make smaller is compressed again."""
-    is_compressed = np.zeros(len(rows), bool)
-    for name in TENSORS[rows.format_version]:
-        is_compressed |= pc.struct_field(rows.column(name), "codec").is_valid().to_numpy()
-    matches: npt.NDArray[np.bool_] = is_compressed == (compression == "zstd")
-    return matches
-
-
 def _copy_shards(plan: Merge, target: Url, name: str, whole: Set[Url]) -> None:
     """Copy shards within one store, without downloading them; those of other stores are copied by samples."""
     version = plan.update.format_version
@@ -312,15 +287,11 @@ def _copy_shards(plan: Merge, target: Url, name: str, whole: Set[Url]) -> None:
     shards = {cache.folder / shard.name: shard for cache, _ in plan.taken for shard in cache.manifest.shards}
 
     def copy(url: Url) -> None:
-        rows = (row for cache, rows in plan.taken for row in _in_shard(cache, rows, url))
-        stored = shards[url], sorted((row.entry for row in rows), key=lambda entry: entry.offset)
+        of_store = [(cache, rows) for cache, rows in plan.taken if is_remote(cache.folder)]
+        here = [rows.where_in(shard=[url.name]) for cache, rows in of_store if cache.folder / url.name == url]
+        entries = (row.entry for rows in here for row in rows.in_order())
+        stored = shards[url], sorted(entries, key=lambda entry: entry.offset)
         copy_shard(url, target, build, stored, version)
 
     with ThreadPoolExecutor(COPIES, "copy") as pool:
         list(pool.map(copy, sorted(url for url in whole if url.name not in copied)))
-
-
-def _in_shard(cache: Cache, rows: KeyedRows, url: Url) -> Iterator[IndexRow]:
-    """The rows of a shard."""
-    is_there = is_remote(cache.folder) and cache.folder / url.name == url
-    return rows.where_in(shard=[url.name] if is_there else []).in_order()

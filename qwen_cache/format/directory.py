@@ -175,7 +175,11 @@ def writing(folder: Location) -> Iterator[None]:
         make_folder(folder)
     except (FileExistsError, NotADirectoryError):
         raise ConfigError("not a folder", where=folder, do="choose another with --out") from None
-    _refuse_links(folder)
+    # Links among the files that we write and delete could lead to any file of the user.
+    ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
+    for path in (*ours, *folder.glob(".*.tmp"), *(folder / STAGING).rglob("*"), *(folder / REPLACED).rglob("*")):
+        if is_link(path):
+            raise QwenCacheError("a symbolic link where this program writes", where=path, do="remove it")
     try:
         with locked(folder / LOCK):
             _finish_commit(folder)
@@ -193,14 +197,6 @@ def is_same(source: Location, target: Location) -> bool:
     if is_remote(source) or is_remote(target):
         return str(source).rstrip("/") == str(target).rstrip("/")
     return target.exists() and source.exists() and os.path.samefile(source, target)
-
-
-def _refuse_links(folder: Path) -> None:
-    """QwenCacheError for links among the files that we write and delete: they could lead to any file of the user."""
-    ours = [folder / name for name in (LOCK, STAGING, REPLACED)]
-    for path in (*ours, *folder.glob(".*.tmp"), *(folder / STAGING).rglob("*"), *(folder / REPLACED).rglob("*")):
-        if is_link(path):
-            raise QwenCacheError("a symbolic link where this program writes", where=path, do="remove it")
 
 
 def commit(
@@ -376,8 +372,11 @@ def load_index(folder: Location) -> tuple[Manifest, pa.Table]:
 def index_table(manifest: Manifest, data: bytes | memoryview, where: str) -> pa.Table:
     """The table of the index `data`, which is the one that `manifest` names; FormatError F7 if it cannot be read."""
     version, samples = manifest.format_version, manifest.index.samples
-    path = _path(manifest)
-    if samples <= ROWS_IN_MEMORY or path is None:
+    try:
+        path = cache_home() / "indexes" / f"{manifest.index.xxh3_128}-v{version}{SUFFIX}"
+    except RuntimeError:  # a user without a home
+        return read_index(data, version, where, samples)
+    if samples <= ROWS_IN_MEMORY:
         return read_index(data, version, where, samples)
     table = _map_table(path, version)
     if table is None:
@@ -388,13 +387,6 @@ def index_table(manifest: Manifest, data: bytes | memoryview, where: str) -> pa.
         except OSError:  # no space, or no right to write
             table = None
     return read_index(data, version, where, samples) if table is None else table
-
-
-def _path(manifest: Manifest) -> Path | None:
-    try:
-        return cache_home() / "indexes" / f"{manifest.index.xxh3_128}-v{manifest.format_version}{SUFFIX}"
-    except RuntimeError:  # a user without a home
-        return None
 
 
 def _map_table(path: Path, format_version: int) -> pa.Table | None:

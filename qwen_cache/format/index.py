@@ -380,7 +380,12 @@ def read_batches(
 
     def batches(file: pq.ParquetFile, expected: pa.Schema) -> Iterator[pa.RecordBatch]:
         try:
-            yield from _batches(file, expected, len(data), where)
+            decoded = 0
+            for batch in file.iter_batches(ROW_GROUP, use_threads=False):
+                batch.validate(full=True)  # UTF-8, indices and offsets, because `record_reader` reads the buffers
+                decoded += decoded_bytes(pa.Table.from_batches([batch]))
+                _refuse_bomb(decoded, len(data), where)
+                yield batch.cast(expected)
         except refused as error:
             raise explained(error) from None
 
@@ -413,15 +418,6 @@ def _opened(
     texts = [field.name for field in expected if pa.types.is_string(field.type)]
     # read_table would take 0.1 s to import pyarrow.dataset; pyarrow's threads can abort a short process with torch
     return pq.ParquetFile(pa.BufferReader(data), metadata=file.metadata, read_dictionary=texts), expected
-
-
-def _batches(file: pq.ParquetFile, expected: pa.Schema, size: int, where: str) -> Iterator[pa.RecordBatch]:
-    decoded = 0
-    for batch in file.iter_batches(ROW_GROUP, use_threads=False):
-        batch.validate(full=True)  # UTF-8, indices and offsets, because `record_reader` reads the buffers
-        decoded += decoded_bytes(pa.Table.from_batches([batch]))
-        _refuse_bomb(decoded, size, where)
-        yield batch.cast(expected)
 
 
 def _refuse_bomb(decoded: int, size: int, where: str) -> None:
@@ -508,7 +504,16 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
         raise IndexFileError(f"{missing[0]} is null", where=where)
     tensors = {name: _tensor_spec(tensor, format_version) for name, tensor in present.items()}
     inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"], record.get(SEED))
-    shapes, prefix = _img_shapes(record, format_version), record.get("prefix_length", 0)
+    shapes: ImgShapes
+    if format_version == 1:
+        heights, widths = [record["height"], *record["height_control"]], [record["width"], *record["width_control"]]
+        if any(side % PIXELS_PER_TOKEN for side in (*heights, *widths)):
+            raise ValueError(f"sides must be multiples of {PIXELS_PER_TOKEN}")
+        sizes = zip(heights, widths, strict=True)
+        shapes = tuple((1, h // PIXELS_PER_TOKEN, w // PIXELS_PER_TOKEN) for h, w in sizes)
+    else:
+        shapes = tuple((int(t), int(h), int(w)) for t, h, w in record["img_shapes"])  # no nulls
+    prefix = record.get("prefix_length", 0)
     phrase, mask_from = parse_phrase(record.get("phrase", []), where), record.get("edit_mask_from")
     positions = parse_positions(record.get("image_positions", []), where)
     recipe, prompt = record["recipe"], record["prompt"]
@@ -568,14 +573,3 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}
     return record
-
-
-def _img_shapes(record: dict[str, Any], format_version: int) -> ImgShapes:
-    if format_version == 1:
-        heights = [record["height"], *record["height_control"]]
-        widths = [record["width"], *record["width_control"]]
-        if any(side % PIXELS_PER_TOKEN for side in (*heights, *widths)):
-            raise ValueError(f"sides must be multiples of {PIXELS_PER_TOKEN}")
-        sizes = zip(heights, widths, strict=True)
-        return tuple((1, h // PIXELS_PER_TOKEN, w // PIXELS_PER_TOKEN) for h, w in sizes)
-    return tuple((int(t), int(h), int(w)) for t, h, w in record["img_shapes"])  # no nulls

@@ -212,18 +212,43 @@ def parse_manifest(data: bytes, where: str = MANIFEST_NAME) -> Manifest:
         raise ManifestError("not a qwen-cache manifest", where=where, expected=f'"format": "{FORMAT}"')
     version = check_version(fields.take("format_version", int), where)
     _check_checksum(data, fields, version)
-    recipes = {
-        name: _recipe(Fields(value, f"{where}: recipes.{name}")) for name, value in fields.take("recipes", dict).items()
-    }
-    index = _index(Fields(fields.take("index", dict), f"{where}: index"))
-    shards = tuple(
-        _shard(Fields(value, f"{where}: shards[{i}]")) for i, value in enumerate(fields.take("shards", list))
-    )
+
+    recipes = {}
+    for name, value in fields.take("recipes", dict).items():
+        each = Fields(value, f"{where}: recipes.{name}")
+        claimed = each.hash("id")
+        recipe = recipes[name] = Recipe(each.take("recipe", dict), each.count("samples"), each.hash("identity"))
+        each.finish()
+        if recipe.id != claimed:
+            what = "the recipe's id is not the hash of the recipe"
+            raise RecipeError(what, where=each.where, expected=recipe.id, found=claimed)
+
+    each = Fields(fields.take("index", dict), f"{where}: index")
+    index = IndexFile(each.count("samples"), each.count("bytes"), each.hash("xxh3_128"))
+    each.finish()
+
+    shards = []
+    for i, value in enumerate(fields.take("shards", list)):
+        each = Fields(value, f"{where}: shards[{i}]")
+        name = each.take("name", str)
+        shards.append(Shard(name, each.count("samples"), each.count("bytes")))
+        claimed = each.hash("xxh3_128")
+        each.finish()
+        if not SHARD_PATTERN.fullmatch(name) or shards[-1].xxh3_128 != claimed:
+            expected = f"{claimed}.tar"
+            raise ShardError("a shard's name is not its hash", where=each.where, expected=expected, found=name)
+
     writers = Fields(fields.take("written_by", dict), f"{where}: written_by")
     written_by = {name: writers.take(name, str) for name in list(writers.left)}
-    manifest = Manifest(version, recipes, index, shards, written_by, fields.finish())
-    _check_counts(manifest, where)
-    return manifest
+    others = fields.finish()
+
+    in_recipes, in_shards = sum(recipe.samples for recipe in recipes.values()), sum(shard.samples for shard in shards)
+    if not in_recipes == in_shards == index.samples:
+        found = f"{index.samples} in the index, {in_recipes} in the recipes, {in_shards} in the shards"
+        raise CountError("the numbers of samples disagree", where=where, found=found)
+    if len({shard.name for shard in shards}) != len(shards):
+        raise CountError("a shard is listed twice", where=where)
+    return Manifest(version, recipes, index, tuple(shards), written_by, others)
 
 
 def check_version(version: int, where: str) -> int:
@@ -252,41 +277,3 @@ def _check_checksum(data: bytes, fields: Fields, version: int) -> None:
     if (found := own_hash(data, claimed)) != claimed:
         what = "the file was changed after it was written"
         raise ManifestChecksumError(what, where=fields.where, expected=claimed, found=found)
-
-
-def _check_counts(manifest: Manifest, where: str) -> None:
-    in_recipes = sum(recipe.samples for recipe in manifest.recipes.values())
-    in_shards = sum(shard.samples for shard in manifest.shards)
-    if not in_recipes == in_shards == manifest.index.samples:
-        found = f"{manifest.index.samples} in the index, {in_recipes} in the recipes, {in_shards} in the shards"
-        raise CountError("the numbers of samples disagree", where=where, found=found)
-    names = [shard.name for shard in manifest.shards]
-    if len(set(names)) != len(names):
-        raise CountError("a shard is listed twice", where=where)
-
-
-def _recipe(fields: Fields) -> Recipe:
-    claimed = fields.hash("id")
-    recipe = Recipe(fields.take("recipe", dict), fields.count("samples"), fields.hash("identity"))
-    fields.finish()
-    if recipe.id != claimed:
-        raise RecipeError(
-            "the recipe's id is not the hash of the recipe", where=fields.where, expected=recipe.id, found=claimed
-        )
-    return recipe
-
-
-def _index(fields: Fields) -> IndexFile:
-    index = IndexFile(fields.count("samples"), fields.count("bytes"), fields.hash("xxh3_128"))
-    fields.finish()
-    return index
-
-
-def _shard(fields: Fields) -> Shard:
-    name = fields.take("name", str)
-    shard = Shard(name, fields.count("samples"), fields.count("bytes"))
-    claimed = fields.hash("xxh3_128")
-    fields.finish()
-    if not SHARD_PATTERN.fullmatch(name) or shard.xxh3_128 != claimed:
-        raise ShardError("a shard's name is not its hash", where=fields.where, expected=f"{claimed}.tar", found=name)
-    return shard

@@ -271,7 +271,11 @@ def find_garbage(folder: Url, grace: float) -> Garbage:
     """
     here = store_of(folder).listing(folder)
     needed = _needed(folder)  # after the listing: what is committed meanwhile is in one of the two
-    ours = {path: file for path, file in here.files.items() if _is_ours(path) and path not in needed}
+    ours = {
+        path: file
+        for path, file in here.files.items()
+        if (SHARD_PATTERN.fullmatch(path) or _is_index(path) or path.startswith(f"{STAGING}/")) and path not in needed
+    }
     young = {path for path, file in here.files.items() if here.now - file.modified < grace}
     alive = {path.split("/")[1] for path in young if path.startswith(f"{STAGING}/")}
     parts = {path for path in ours if path.startswith(f"{STAGING}/") and path.split("/")[1] in alive}
@@ -290,10 +294,6 @@ def _needed(folder: Url) -> set[str]:
     except FileNotFoundError:
         return set()
     return {index_name(manifest), *(shard.name for shard in manifest.shards)}
-
-
-def _is_ours(path: str) -> bool:
-    return SHARD_PATTERN.fullmatch(path) is not None or _is_index(path) or path.startswith(f"{STAGING}/")
 
 
 def remove_garbage(folder: Url, paths: Iterable[str]) -> list[str]:

@@ -39,20 +39,16 @@ def hash_words(hashes: pa.ChunkedArray, where: object) -> Words:
     for chunk in hashes.chunks:
         for first in range(0, len(chunk), AT_ONCE):
             piece = chunk.slice(first, AT_ONCE)
-            words[begin : begin + len(piece)] = _decoded(piece, where)
+            _, offsets, text = piece.buffers()
+            ends = np.frombuffer(offsets, np.int32)[piece.offset : piece.offset + len(piece) + 1]
+            if piece.null_count or (np.diff(ends) != DIGITS).any():
+                raise IndexFileError("a key is not an xxh3-128", where=where)
+            digits = _NIBBLES[np.frombuffer(text or b"", np.uint8)[ends[0] : ends[-1]]]
+            if digits.max(initial=0) > 15:
+                raise IndexFileError("a key is not an xxh3-128", where=where)
+            words[begin : begin + len(piece)] = (digits[0::2] << 4 | digits[1::2]).view(">u8").reshape(-1, 2)
             begin += len(piece)
     return words
-
-
-def _decoded(hashes: pa.StringArray, where: object) -> Words:
-    _, offsets, text = hashes.buffers()
-    ends = np.frombuffer(offsets, np.int32)[hashes.offset : hashes.offset + len(hashes) + 1]
-    if hashes.null_count or (np.diff(ends) != DIGITS).any():
-        raise IndexFileError("a key is not an xxh3-128", where=where)
-    digits = _NIBBLES[np.frombuffer(text or b"", np.uint8)[ends[0] : ends[-1]]]
-    if digits.max(initial=0) > 15:
-        raise IndexFileError("a key is not an xxh3-128", where=where)
-    return (digits[0::2] << 4 | digits[1::2]).view(">u8").reshape(-1, 2).astype(np.uint64)
 
 
 def first_of_each(words: Words) -> npt.NDArray[np.bool_]:

@@ -108,46 +108,35 @@ def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
     """The bytes of the tensor; without a codec, `stored` itself. CodecError if they do not decode to its size."""
     if spec.codec is None:
         return stored
-    *lower, words = _planes(stored, spec, where)
-    words = words.astype(f"<u{spec.element_size}")
-    for plane in reversed(lower):  # three times as fast as writing every second byte
-        words <<= 8
-        words |= plane
-    return words.view(np.uint8).data
-
-
-def _planes(stored: memoryview, spec: TensorSpec, where: str) -> list[npt.NDArray[Any]]:
     import zstandard
 
     width = spec.element_size
     size = spec.nbytes // width
     lengths = [int.from_bytes(stored[8 * i : 8 * i + 8], "little") for i in range(width)]
     if stored.nbytes != 8 * width + sum(lengths) or any(length > size for length in lengths):
-        raise CodecError(
-            "the planes do not fit", where=where, expected=f"{width} planes of at most {size} bytes", found=lengths
-        )
-    planes = []
+        expected = f"{width} planes of at most {size} bytes"
+        raise CodecError("the planes do not fit", where=where, expected=expected, found=lengths)
+    planes = list[npt.NDArray[Any]]()
     position = 8 * width
     for length in lengths:
-        piece = stored[position : position + length]
+        plane: memoryview | bytes = stored[position : position + length]
         position += length
         try:
-            plane = piece if length == size else zstandard.ZstdDecompressor().decompress(_checked(piece, size), size)
+            if length != size:
+                # zstandard would allocate what the frame claims
+                if (claimed := zstandard.frame_content_size(plane)) != size:
+                    raise zstandard.ZstdError(f"the frame claims {claimed} bytes, expected {size}")
+                plane = zstandard.ZstdDecompressor().decompress(plane, size)
         except zstandard.ZstdError as error:
             raise CodecError(f"a plane cannot be decompressed: {error}", where=where) from None
         if len(plane) != size:
             raise CodecError("a plane has another length", where=where, expected=size, found=len(plane))
         planes.append(np.frombuffer(plane, np.uint8))
-    return planes
-
-
-def _checked(frame: memoryview, size: int) -> memoryview:
-    """The frame; ZstdError if it claims another size, which zstandard would allocate."""
-    import zstandard
-
-    if (claimed := zstandard.frame_content_size(frame)) != size:
-        raise zstandard.ZstdError(f"the frame claims {claimed} bytes, expected {size}")
-    return frame
+    words = planes.pop().astype(f"<u{width}")
+    for plane_below in reversed(planes):  # three times as fast as writing every second byte
+        words <<= 8
+        words |= plane_below
+    return words.view(np.uint8).data
 
 
 # ---- sample ----------------------------------------------------------------------------------------------------------
@@ -264,7 +253,12 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         what = "this sample has another format version than its dataset"
         raise VersionError(what, where=where, expected=format_version, found=version, do=RESTORE_SHARD)
     key, recipe, prompt = fields.hash("key"), fields.hash("recipe"), fields.take("prompt", str)
-    inputs = _parse_inputs(Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError), version)
+    images = Fields(fields.take("inputs", dict), f"{where}: inputs", MemberError)
+    target = images.hash("target") if version == 1 else images.hash_or_null("target")
+    controls, mask = tuple(images.hashes("controls")), images.hash_or_null("mask")
+    seed = images.count("seed") if version > 1 and "seed" in images.left else None
+    inputs = Inputs(target, controls, mask, seed)
+    images.finish()
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
     positions: tuple[int, ...] = ()
@@ -289,7 +283,10 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     """FormatError for the first shape that does not follow from `img_shapes` and the text (F12)."""
     tensors = meta.tensors
     _check_sizes(meta, where)
-    _check_to_generate(meta, where)
+    if meta.inputs.target is None and (meta.inputs.mask or "edit_mask" in tensors):
+        raise TensorSetError("a sample without target has an edit mask", where=where, expected="none")
+    if not meta.stored_shapes and "thumbnails" in tensors:
+        raise TensorSetError("a sample without images has thumbnails", where=where, expected="none")
     needed = {"prompt_embeds"} | ({"image_latents"} if meta.inputs.target else set())
     needed |= {"control_latents"} if len(meta.img_shapes) > 1 else set()
     if missing := needed - tensors.keys():
@@ -336,7 +333,12 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     if meta.edit_mask_from not in (MASK_FROM if "edit_mask" in tensors else (None,)):
         allowed = f"one of {', '.join(MASK_FROM)} with an edit_mask, else none"
         raise TensorSetError("edit_mask_from", where=where, expected=allowed, found=meta.edit_mask_from)
-    _check_storage(tensors, where)
+    embedding = tensors.get("image_latents", tensors["prompt_embeds"]).dtype
+    for name, spec in tensors.items():
+        dtype = DTYPES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
+        if spec.dtype != dtype:
+            raise DtypeError(f"{name} has a wrong dtype", where=where, expected=dtype, found=spec.dtype)
+        check_codec(spec, f"{where}: {name}")
 
 
 def parse_positions(value: list[Any], where: str) -> tuple[int, ...]:
@@ -391,50 +393,22 @@ def _check_sizes(meta: SampleMeta, where: str) -> None:
         raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)
 
 
-def _check_to_generate(meta: SampleMeta, where: str) -> None:
-    """TensorSetError for a mask of an image to generate, or thumbnails of no image."""
-    if meta.inputs.target is None and (meta.inputs.mask or "edit_mask" in meta.tensors):
-        raise TensorSetError("a sample without target has an edit mask", where=where, expected="none")
-    if not meta.stored_shapes and "thumbnails" in meta.tensors:
-        raise TensorSetError("a sample without images has thumbnails", where=where, expected="none")
-
-
-def _check_storage(tensors: dict[str, TensorSpec], where: str) -> None:
-    """DtypeError and CodecError: all embeddings have one known dtype, and codecs are known."""
-    embedding = tensors.get("image_latents", tensors["prompt_embeds"]).dtype
-    for name, spec in tensors.items():
-        expected = DTYPES.get(name, embedding if embedding in EMBEDDING_DTYPES else " or ".join(EMBEDDING_DTYPES))
-        if spec.dtype != expected:
-            raise DtypeError(f"{name} has a wrong dtype", where=where, expected=expected, found=spec.dtype)
-        check_codec(spec, f"{where}: {name}")
-
-
-def _parse_inputs(fields: Fields, version: int) -> Inputs:
-    target = fields.hash("target") if version == 1 else fields.hash_or_null("target")
-    controls, mask = tuple(fields.hashes("controls")), fields.hash_or_null("mask")
-    seed = fields.count("seed") if version > 1 and "seed" in fields.left else None
-    inputs = Inputs(target, controls, mask, seed)
-    fields.finish()
-    return inputs
-
-
 def _parse_tensors(value: dict[str, Any], version: int, where: str) -> dict[str, TensorSpec]:
     names = TENSORS[version]
     if unknown := sorted(value.keys() - set(names)):
         raise TensorSetError("unknown tensor", where=where, expected=", ".join(names), found=unknown[0])
-    fields = {name: Fields(value[name], f"{where}.{name}", MemberError) for name in names if name in value}
-    return {name: _parse_tensor(each, version) for name, each in fields.items()}
-
-
-def _parse_tensor(fields: Fields, version: int) -> TensorSpec:
-    dtype, shape, xxh3 = fields.take("dtype", str), fields.take("shape", list), fields.hash("xxh3_128")
-    codec, compressed = None, None
-    if version > 1 and "codec" in fields.left:
-        codec, compressed = fields.take("codec", str), fields.count("compressed_bytes")
-    fields.finish()
-    if not all(is_size(n) for n in shape):
-        raise ShapeError("a shape is a list of positive integers", where=fields.where, found=shape)
-    return TensorSpec(dtype, tuple(shape), xxh3, codec, compressed)
+    each = {name: Fields(value[name], f"{where}.{name}", MemberError) for name in names if name in value}
+    tensors = {}
+    for name, fields in each.items():
+        dtype, shape, xxh3 = fields.take("dtype", str), fields.take("shape", list), fields.hash("xxh3_128")
+        codec, compressed = None, None
+        if version > 1 and "codec" in fields.left:
+            codec, compressed = fields.take("codec", str), fields.count("compressed_bytes")
+        fields.finish()
+        if not all(is_size(n) for n in shape):
+            raise ShapeError("a shape is a list of positive integers", where=fields.where, found=shape)
+        tensors[name] = TensorSpec(dtype, tuple(shape), xxh3, codec, compressed)
+    return tensors
 
 
 def _parse_img_shapes(value: list[Any], where: str) -> ImgShapes:

@@ -259,7 +259,10 @@ class Staging:
         return self.remote.left_over(key) if self.remote else None
 
     def add(self, meta: SampleMeta, tensors: Mapping[str, memoryview]) -> None:
-        self._next(meta.key).add(meta, tensors)
+        assert meta.key == self._missing[self._written]
+        self._written += 1
+        self.writer = self.writer or ShardWriter(self.folder / OPEN, self.format_version)
+        self.writer.add(meta, tensors)
         self._seal_if_full()
 
     def add_copy(self, entry: Entry, shard: memoryview, where: object = "what an earlier run left") -> None:
@@ -293,12 +296,6 @@ class Staging:
             self.writer.close()
         if self.remote:
             self.remote.close()
-
-    def _next(self, key: str) -> ShardWriter:
-        assert key == self._missing[self._written]
-        self._written += 1
-        self.writer = self.writer or ShardWriter(self.folder / OPEN, self.format_version)
-        return self.writer
 
     def _seal_if_full(self) -> None:
         if self.writer is None:

@@ -244,16 +244,15 @@ def copy_if_there(update: Update, staging: Staging, key: str) -> bool:
     if (left := staging.left_over(key)) is not None:
         staging.add_copy(*left)
     elif (row := update.moved.get(key)) is not None:
-        shard = staging.remote.shards.bytes_of(row) if staging.remote else _mapped(update.folder, row.shard)
+        if staging.remote:
+            shard = staging.remote.shards.bytes_of(row)
+        else:
+            assert not is_remote(update.folder)
+            shard = directory.map_shard(update.folder, row.shard)
         staging.add_copy(row.entry, shard, update.folder / row.shard)
     else:
         return False
     return True
-
-
-def _mapped(folder: Location, name: str) -> memoryview:
-    assert not is_remote(folder)
-    return directory.map_shard(folder, name)
 
 
 def carry_out(
@@ -357,8 +356,10 @@ def _commit(
 
 def _write_index(update: Update, written: Mapping[str, tuple[str, Entry]], keys: RecipeKeys) -> bytes:
     """The bytes of the new index; `keys` gets those of its rows."""
-    has_seed = any(entry.meta.inputs.seed is not None for _, entry in written.values())
-    schema = index_schema(update.format_version, seeds=has_seed or _has_seed(update))
+    old, kept = update.existing.table, update.kept[update.kept >= 0]
+    seeds = any(entry.meta.inputs.seed is not None for _, entry in written.values())
+    seeds = seeds or (SEED in old.column_names and bool(old[SEED].is_valid().to_numpy()[kept].any()))
+    schema = index_schema(update.format_version, seeds=seeds)
 
     def groups() -> Iterator[pa.Table]:
         keys.clear()
@@ -368,11 +369,6 @@ def _write_index(update: Update, written: Mapping[str, tuple[str, Entry]], keys:
             yield group
 
     return write_tables(groups, schema)
-
-
-def _has_seed(update: Update) -> bool:
-    table, kept = update.existing.table, update.kept[update.kept >= 0]
-    return SEED in table.column_names and bool(table[SEED].is_valid().to_numpy()[kept].any())
 
 
 def _row_group(update: Update, which: slice, written: Mapping[str, tuple[str, Entry]], schema: pa.Schema) -> pa.Table:
@@ -477,17 +473,13 @@ class OtherCaches:
         cache = next(cache for cache in self._caches if key in cache.existing.rows)
         row = cache.existing.rows[key]
         where = f"{cache.shards.folder / row.shard}"
-        return row.entry, _checked(cache, row, where), where
-
-
-def _checked(cache: OtherCache, row: IndexRow, where: str) -> memoryview:
-    try:
-        data = cache.shards.bytes_of(row)
-        check_tensors(row.entry, data, where)
-    except FormatError as error:
-        do = "run `qwen-cache verify` there, or leave that cache out of cache.reuse"
-        raise ChecksumError(f"a sample to copy is damaged: {error.fault}", where=where, do=do) from None
-    return data
+        try:
+            data = cache.shards.bytes_of(row)
+            check_tensors(row.entry, data, where)
+        except FormatError as error:
+            do = "run `qwen-cache verify` there, or leave that cache out of cache.reuse"
+            raise ChecksumError(f"a sample to copy is damaged: {error.fault}", where=where, do=do) from None
+        return row.entry, data, where
 
 
 def _opened(name: str, folder: Location, format_version: int, copies: LocalCopies) -> OtherCache:

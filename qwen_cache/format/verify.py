@@ -78,7 +78,16 @@ def verify_cache(path: str | Path, on_bytes: Callable[[int], None] = lambda _: N
         for shard, found in zip(manifest.shards, pool.map(check, manifest.shards), strict=True):
             faults += found
             on_bytes(shard.bytes)
-    faults += _stray_faults(folder, manifest)
+
+    # Stock readers of `*.tar` would take these files for shards; `gc` removes only those with the name of a shard. In
+    # object storage, shards stay where they are until `gc`, and those of an unfinished build are there already.
+    ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
+    listed = {shard.name for shard in manifest.shards}
+    archives: list[Location] = [*folder.glob("*.tar")]
+    for archive in sorted(archives, key=lambda each: each.name):
+        if archive.name not in listed and (not is_remote(folder) or archive.name not in ours):
+            fix = None if archive.name in ours else "move it out of the folder"
+            faults.append(StrayFileError(STRAY, where=archive, do=fix))
     moved = any(fault.what in (MISSING, STRAY) for fault in faults)
     if moved and directory.load(folder)[0] != manifest:
         raise QwenCacheError("the cache was changed while it was checked", where=folder, do="run this command again")
@@ -96,7 +105,14 @@ def damaged_shards(
 
     def check(shard: Shard) -> set[str] | None:
         rows = list(of_shard[shard.name].in_order())
-        return set(_unreadable(folder, shard, rows)) if any(_shard_faults(folder, version, shard, rows)) else None
+        if not any(_shard_faults(folder, version, shard, rows)):
+            return None
+        try:
+            data = directory.map_shard(folder, shard.name)
+        except ShardError:
+            data = memoryview(b"")
+        path = folder / shard.name
+        return {row.meta.key for row in rows if any(_tensor_faults(row.entry, row.label, data, path))}
 
     damaged = {}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -105,29 +121,6 @@ def damaged_shards(
                 damaged[shard.name] = keys
             on_bytes(shard.bytes)
     return damaged
-
-
-def _unreadable(folder: Path, shard: Shard, rows: Iterable[IndexRow]) -> Iterator[str]:
-    """The keys of the samples with a tensor that is not intact where the index has it."""
-    try:
-        data = directory.map_shard(folder, shard.name)
-    except ShardError:
-        data = memoryview(b"")
-    yield from (row.meta.key for row in rows if any(_tensor_faults(row.entry, row.label, data, folder / shard.name)))
-
-
-def _stray_faults(folder: Location, manifest: Manifest) -> Iterator[FormatError]:
-    """Files that stock readers of `*.tar` would take for shards; `gc` removes only those with the name of a shard.
-
-    In object storage, shards stay where they are until `gc`, and those of an unfinished build are there already.
-    """
-    ours = {path.name for path in directory.unlisted_shards(folder, manifest)}
-    listed = {shard.name for shard in manifest.shards}
-    archives: list[Location] = [*folder.glob("*.tar")]
-    for path in sorted(archives, key=lambda path: path.name):
-        if path.name not in listed and (not is_remote(folder) or path.name not in ours):
-            fix = None if path.name in ours else "move it out of the folder"
-            yield StrayFileError(STRAY, where=path, do=fix)
 
 
 def index_faults(
@@ -152,7 +145,10 @@ def index_faults(
             of_shard[row.shard].append(position)
         else:
             faults.append(ShardError(f"{row.label} is in {row.shard}, which is not in the manifest", where=where))
-        faults += _position_faults(row, recipes.get(row.meta.recipe, {}), where)
+        controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
+        if recipes.get(row.meta.recipe, {}).get("text_rows_only") is True and len(positions) != controls:
+            what = f"{row.label} lacks image_positions"
+            faults.append(ShapeError(what, where=where, expected=controls, found=len(positions)))
     for key, times in Counter(key for of_recipe in keys.values() for key in of_recipe).items():
         if times > 1:
             faults.append(SampleKeyError(f"key {key} occurs {times} times", where=where))
@@ -162,14 +158,6 @@ def index_faults(
             what = f"the samples of recipe {name!r} differ from those of the index"
             faults.append(RecipeError(what, where=folder / MANIFEST_NAME))
     return faults, of_shard
-
-
-def _position_faults(row: IndexRow, recipe: dict[str, Any], where: Location) -> Iterator[FormatError]:
-    """A sample whose embeddings hold text alone, with controls but without the positions of their images."""
-    controls, positions = len(row.meta.img_shapes) - 1, row.meta.image_positions
-    if recipe.get("text_rows_only") is True and len(positions) != controls:
-        what = f"{row.label} lacks image_positions"
-        yield ShapeError(what, where=where, expected=controls, found=len(positions))
 
 
 def _shard_faults(
@@ -182,7 +170,13 @@ def _shard_faults(
             yield ShardError(MISSING, where=folder / shard.name)
             return
         path, data = found
-        if (digest := _hash(data, path)) != shard.xxh3_128:
+        state = xxhash.xxh3_128()
+        for begin in range(0, data.nbytes, HASHED):
+            block = data[begin : begin + HASHED]
+            if is_cut_short(block):
+                raise ShardError("the shard became shorter while it was read", where=path)
+            state.update(block)
+        if (digest := state.hexdigest()) != shard.xxh3_128:
             yield ShardError("the bytes do not match the name of the shard", where=path, found=digest)
         indexed, samples = {row.meta.key: row for row in rows}, 0
         for entry in scan_shard(data, str(path), format_version):
@@ -209,16 +203,6 @@ def _read(path: Location, shard: Shard) -> memoryview:
     if size not in (shard.bytes, None):
         raise ShardError("the shard has another size", where=path, expected=shard.bytes, found=size)
     return path.download(shard.bytes) if is_remote(path) else data
-
-
-def _hash(data: memoryview, path: Location) -> str:
-    state = xxhash.xxh3_128()
-    for begin in range(0, data.nbytes, HASHED):
-        block = data[begin : begin + HASHED]
-        if is_cut_short(block):
-            raise ShardError("the shard became shorter while it was read", where=path)
-        state.update(block)
-    return state.hexdigest()
 
 
 def _tensor_faults(entry: Entry, label: str, data: memoryview, path: Location) -> Iterator[FormatError]:
@@ -250,11 +234,8 @@ def _is_webp(data: memoryview) -> bool:
     """True if the header is that of a WebP in the extended format (RFC 9649) with alpha, of as many bytes."""
     header = bytes(data[:21])
     named = header[:4] == b"RIFF" and header[8:16] == b"WEBPVP8X"
-    return named and len(header) == 21 and bool(header[20] & 0x10) and _riff_size(header) == len(data)
-
-
-def _riff_size(header: bytes) -> int:
-    return 8 + int.from_bytes(header[4:8], "little")
+    size = 8 + int.from_bytes(header[4:8], "little")
+    return named and len(header) == 21 and bool(header[20] & 0x10) and size == len(data)
 
 
 def _in_unit_range(data: memoryview, dtype: str) -> bool:
