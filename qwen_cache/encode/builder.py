@@ -31,7 +31,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import DEFAULT_RECIPE
 from qwen_cache.format.remote import STAGED, Stored, conflict
-from qwen_cache.format.rows import KeyedRows, ListedSample, ListedSamples, listed
+from qwen_cache.format.rows import ListedSample, ListedSamples, listed
 from qwen_cache.format.sample import LATENT_CHANNELS, SampleMeta, token_count
 from qwen_cache.format.staging import Destination, finished_samples
 from qwen_cache.format.update import Existing, OtherCaches, Update, plan_update, read_existing
@@ -279,29 +279,12 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
 
 @without_gc()
 def load_existing(job: BuildJob) -> Existing:
-    """The existing cache, without the rows of missing shards; ConfigError if it cannot take this recipe."""
+    """The existing cache, without the rows of missing shards: their samples are encoded again.
+
+    ConfigError if it cannot take this recipe, ShardError if a missing shard has samples of another one.
+    """
     existing = load_every_row(job)
     existing.check_name(job.recipe_name, job.recipe, job.folder)
-    return _present(job, existing)
-
-
-def load_every_row(job: BuildJob) -> Existing:
-    """The existing cache as its index has it; ConfigError for another format version."""
-    existing = read_existing(job.folder, job.format_version)
-    manifest = existing.manifest
-    if manifest.format_version != job.format_version:
-        raise ConfigError(
-            "this cache has another format version",
-            where=job.folder,
-            expected=f"v{job.format_version}",
-            found=f"v{manifest.format_version}",
-            do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
-        )
-    return existing
-
-
-def _present(job: BuildJob, existing: Existing) -> Existing:
-    """Only the rows whose shard exists: samples of a missing one are encoded again; ShardError if of another recipe."""
     here = directory.intact_shards(job.folder, existing.manifest)
     replaced = existing.manifest.recipes.get(job.recipe_name)
     ours = {recipe_id(job.recipe), replaced.id if replaced else None}
@@ -319,6 +302,21 @@ def _present(job: BuildJob, existing: Existing) -> Existing:
             do="restore it from a copy, or run `qwen-cache build --repair` with the settings of that recipe",
         )
     return existing.only(existing.rows.at(np.flatnonzero(is_here)))
+
+
+def load_every_row(job: BuildJob) -> Existing:
+    """The existing cache as its index has it; ConfigError for another format version."""
+    existing = read_existing(job.folder, job.format_version)
+    manifest = existing.manifest
+    if manifest.format_version != job.format_version:
+        raise ConfigError(
+            "this cache has another format version",
+            where=job.folder,
+            expected=f"v{job.format_version}",
+            found=f"v{manifest.format_version}",
+            do=f"run `qwen-cache migrate`, build with --format v{manifest.format_version}, or into another folder",
+        )
+    return existing
 
 
 def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = lambda: None) -> BuildPlan:
@@ -393,7 +391,11 @@ def make_update(job: BuildJob, existing: Existing, plan: BuildPlan) -> Update:
     """The dataset after the build: the other recipes unchanged, then this one in the order of the source."""
     ours = ListedSamples.of(ListedSample(sample.row.name, sample.key, sample.source_rows) for sample in plan.samples)
     if job.sliced:
-        ours = job.sliced.in_order(ours + listed(_of_other_slices(job, existing)))
+        # Cached samples of the other slices stay, unless they have another recipe, which the build replaces.
+        rows = existing.of_recipe(job.recipe_name)
+        is_same = existing.recipes.get(job.recipe_name) == job.recipe
+        stay = rows.at(rows.positions[[is_same and job.keeps(name) for name in rows.each("name")]])
+        ours = job.sliced.in_order(ours + listed(stay))
     update = plan_update(job.folder, existing, job.format_version, existing.others(job.recipe_name) + ours)
     return replace(update, order=plan.grouped(update.order), vae_encoders=job.vae_encoders)
 
@@ -404,13 +406,6 @@ def update_of_slice(job: BuildJob, plan: BuildPlan) -> Update:
     if existing.recipes.get(job.recipe_name, job.recipe) != job.recipe:
         raise conflict(job.folder)
     return make_update(job, existing, plan)
-
-
-def _of_other_slices(job: BuildJob, existing: Existing) -> KeyedRows:
-    """The cached samples of the other slices; none if they have another recipe, which the build replaces."""
-    rows = existing.of_recipe(job.recipe_name)
-    is_same = existing.recipes.get(job.recipe_name) == job.recipe
-    return rows.at(rows.positions[[is_same and job.keeps(name) for name in rows.each("name")]])
 
 
 # ---- encoders --------------------------------------------------------------------------------------------------------
@@ -648,25 +643,19 @@ LEAST = 8  # samples, on average, in chunks that are smaller than a shard: as ma
 
 
 def cut_into_chunks(job: BuildJob, samples: Sequence[PlannedSample], workers: int) -> list[Chunk]:
-    """Cut `samples`, in their order, for this many workers."""
+    """Cut `samples`, in their order, for this many workers, where possible between those of different controls."""
     sizes = [estimate([sample], job).bytes for sample in samples]
     wanted = max(sum(sizes) / (PER_WORKER * workers), LEAST * sum(sizes) / max(len(samples), 1))
-    return list(_cut(samples, sizes, min(wanted, int(job.config.cache.shard_size)), job.config.cache.commit_every))
-
-
-def _cut(samples: Sequence[PlannedSample], sizes: Sequence[int], wanted: float, most: int | None) -> Iterator[Chunk]:
-    """Chunks of `wanted` bytes, or of up to twice as many with the same controls, and of at most `most` samples."""
-    chunk: list[PlannedSample] = []
-    size = 0
+    wanted, most = min(wanted, int(job.config.cache.shard_size)), job.config.cache.commit_every
+    chunks, chunk, size = list[Chunk](), list[PlannedSample](), 0
     for sample, bytes_ in zip(samples, sizes, strict=True):
         same = bool(chunk and sample.inputs.controls and sample.inputs.controls == chunk[-1].inputs.controls)
         if chunk and (size >= (2 if same else 1) * wanted or len(chunk) == most):
-            yield tuple(chunk)
+            chunks.append(tuple(chunk))
             chunk, size = [], 0
         chunk.append(sample)
         size += bytes_
-    if chunk:
-        yield tuple(chunk)
+    return [*chunks, tuple(chunk)] if chunk else chunks
 
 
 # ---- settled ---------------------------------------------------------------------------------------------------------

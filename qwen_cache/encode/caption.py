@@ -85,15 +85,13 @@ def load_captioners(model: ModelFolder | Path, config: Config) -> list[Captioner
     devices = choose_devices(config.cache.text_device, "--text-device", preferred=1)
     folder = model if isinstance(model, Path) else model.component("text_encoder")
     kind = text_encoder_type(folder)
-    processor = make_processor(kind, folder) if isinstance(model, Path) else _processor_of(model, kind)
+    if isinstance(model, Path):
+        processor = make_processor(kind, folder)
+    elif model.takes_controls:
+        processor = load_processor(model)
+    else:  # Qwen-Image has no processor: the defaults of its class
+        processor = PROCESSORS[kind](Qwen2VLImageProcessorPil(), load_tokenizer(model))
     return [Captioner(load_text_encoder(folder, dtype), processor, kind, settings, device) for device in devices]
-
-
-def _processor_of(model: ModelFolder, kind: str) -> Any:
-    """The model's processor; that of Qwen-Image, which has none, has the defaults of its class."""
-    if model.takes_controls:
-        return load_processor(model)
-    return PROCESSORS[kind](Qwen2VLImageProcessorPil(), load_tokenizer(model))
 
 
 def caption_rows(

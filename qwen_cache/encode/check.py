@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -278,10 +278,20 @@ def choose(cache: Cache, job: BuildJob, count: int, seed: int) -> Chosen:
     if len(named):
         chosen = _by_name(cache, job, random.permutation(named)[:count])
     else:
-        chosen = _by_content(cache, job, count, random)
-    if not chosen.samples:
-        raise _nothing(cache, job, chosen)
-    return chosen
+        planned = _plan_again(job, job.rows, RememberedImages.of(job.source, job.config.data))
+        positions = positions_in(cache, "key", list(planned))
+        keys = [cache.row(int(position)).meta.key for position in random.permutation(positions)[:count]]
+        chosen = Chosen(tuple(planned[key] for key in keys), len(positions), {})
+    if chosen.samples:
+        return chosen
+    if not chosen.in_source:
+        what, found = "the source has no sample of this cache", f"{len(job.rows)} rows, none with its name or content"
+    else:
+        counts = Counter(chosen.changed.values()).most_common()
+        what = "the source has none of the chosen samples as they are in the cache"
+        found = f"{len(chosen.changed)} with other content: " + ", ".join(f"{n}× {change}" for change, n in counts)
+    do = "give the images that the cache was made from, and the settings of its captions: --config, --set data.…"
+    raise SourceError(what, where=job.source, expected=f"some of {len(cache)} samples", found=found, do=do)
 
 
 def positions_in(cache: Cache, column: str, values: Sequence[str]) -> Positions:
@@ -299,15 +309,12 @@ def _by_name(cache: Cache, job: BuildJob, positions: Positions) -> Chosen:
     of_name = {sample.row.name: sample for sample in planned.values()}
     changed = {}
     for row in cached:
-        if row.meta.key not in planned and not _has_another(cache, row.name, planned):
+        if row.meta.key in planned:
+            continue
+        same_name = positions_in(cache, "name", [row.name])  # another may be in the source, as in a merged cache
+        if not any(cache.row(int(position)).meta.key in planned for position in same_name):
             changed[row.name] = _what_changed(row, of_name.get(row.name))
     return Chosen(samples, len(positions_in(cache, "name", list(rows))), changed)
-
-
-def _has_another(cache: Cache, name: str, planned: dict[str, PlannedSample]) -> bool:
-    """True if another sample of this name is in the source, as in a merged cache."""
-    positions = positions_in(cache, "name", [name])
-    return any(cache.row(int(position)).meta.key in planned for position in positions)
 
 
 def _what_changed(row: IndexRow, sample: PlannedSample | None) -> str:
@@ -318,29 +325,10 @@ def _what_changed(row: IndexRow, sample: PlannedSample | None) -> str:
     return ", ".join(changes) or "size"
 
 
-def _by_content(cache: Cache, job: BuildJob, count: int, random: np.random.Generator) -> Chosen:
-    planned = _plan_again(job, job.rows, RememberedImages.of(job.source, job.config.data))
-    positions = positions_in(cache, "key", list(planned))
-    keys = [cache.row(int(position)).meta.key for position in random.permutation(positions)[:count]]
-    return Chosen(tuple(planned[key] for key in keys), len(positions), {})
-
-
 def _plan_again(job: BuildJob, rows: Sequence[Row], memory: RememberedImages | None = None) -> dict[str, PlannedSample]:
     """The samples of these rows by key; their images are read and hashed."""
     nothing = Existing.empty(job.format_version).rows
     return {sample.key: sample for sample in make_plan(rows, [], rules(job), nothing, memory=memory).samples}
-
-
-def _nothing(cache: Cache, job: BuildJob, chosen: Chosen) -> SourceError:
-    """The error for a source with none of the samples."""
-    if not chosen.in_source:
-        what, found = "the source has no sample of this cache", f"{len(job.rows)} rows, none with its name or content"
-    else:
-        counts = Counter(chosen.changed.values()).most_common()
-        what = "the source has none of the chosen samples as they are in the cache"
-        found = f"{len(chosen.changed)} with other content: " + ", ".join(f"{n}× {change}" for change, n in counts)
-    do = "give the images that the cache was made from, and the settings of its captions: --config, --set data.…"
-    return SourceError(what, where=job.source, expected=f"some of {len(cache)} samples", found=found, do=do)
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------
@@ -429,7 +417,15 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     if not (job.folder / MANIFEST_NAME).exists():
         raise directory.no_manifest(job.folder)
     existing = load_every_row(job)
-    _check_recipe(job, existing)
+    recipe = existing.recipes.get(job.recipe_name)
+    if recipe is None:
+        existing.check_name(job.recipe_name, job.recipe, job.folder)
+        names = ", ".join(sorted(existing.recipes))
+        do = "name one of its recipes with --set cache.recipe=NAME"
+        raise ConfigError(f"this cache has no recipe {job.recipe_name!r}", where=job.folder, found=names, do=do)
+    if changes := recipe_changes(recipe, job.recipe):
+        what = "--repair needs the model and the settings that the cache was built with"
+        raise ConfigError(what, where=job.folder, found="; ".join(changes), do=_right_settings(job))
     damaged = damaged_shards(job.folder, existing, on_bytes)
     mine = recipe_id(job.recipe)
     ours = set(existing.rows.where_in(recipe=[mine], shard=damaged).column("shard").to_pylist())
@@ -445,23 +441,16 @@ def plan_repair(job: BuildJob, on_bytes: Callable[[int], None] = lambda _: None)
     whole, listed = existing.only(existing.rows.without(lost)), existing.only(existing.rows.without(dropped)).listed
     update = plan_update(job.folder, whole, job.format_version, listed, order, last)
     update = replace(update, vae_encoders=job.vae_encoders)
-    return Repair(_with_finished(job, existing, plan), update, _elsewhere(existing, damaged.keys() - ours))
+    keys = {sample.key for sample in plan.samples}
+    finished = finished_samples(job.folder, existing.manifest, staging_name(job, repair=True), keys)
+    plan = replace(plan, kept=finished.interrupted, to_copy=finished.replaced)
 
-
-def _check_recipe(job: BuildJob, existing: Existing) -> None:
-    recipe = existing.recipes.get(job.recipe_name)
-    if recipe is None:
-        existing.check_name(job.recipe_name, job.recipe, job.folder)
-        names = ", ".join(sorted(existing.recipes))
-        do = "name one of its recipes with --set cache.recipe=NAME"
-        raise ConfigError(f"this cache has no recipe {job.recipe_name!r}", where=job.folder, found=names, do=do)
-    if changes := recipe_changes(recipe, job.recipe):
-        raise ConfigError(
-            "--repair needs the model and the settings that the cache was built with",
-            where=job.folder,
-            found="; ".join(changes),
-            do=_right_settings(job),
-        )
+    others = damaged.keys() - ours
+    rows = existing.rows.where_in(shard=others)
+    pairs = zip(rows.column("shard").to_pylist(), rows.column("recipe").to_pylist(), strict=True)
+    held = {(shard, existing.recipe_names.get(of, "")) for shard, of in pairs}
+    elsewhere = {shard: sorted(name for other, name in held if other == shard) for shard in sorted(others)}
+    return Repair(plan, update, elsewhere)
 
 
 def _right_settings(job: BuildJob) -> str:
@@ -501,16 +490,3 @@ def _lost(row: IndexRow, now: PlannedSample | None) -> tuple[str, str]:
     changes = differences(row.meta.inputs, row.meta.prompt, now.inputs, now.row.prompt) or ["size"]
     what = f"{row.name} is damaged, and its source has changed since ({', '.join(changes)})"
     return what, f"restore the old source, {_DROP}: the next build encodes the new one"
-
-
-def _with_finished(job: BuildJob, existing: Existing, plan: BuildPlan) -> BuildPlan:
-    keys = {sample.key for sample in plan.samples}
-    finished = finished_samples(job.folder, existing.manifest, staging_name(job, repair=True), keys)
-    return replace(plan, kept=finished.interrupted, to_copy=finished.replaced)
-
-
-def _elsewhere(existing: Existing, shards: Set[str]) -> dict[str, list[str]]:
-    rows = existing.rows.where_in(shard=shards)
-    pairs = zip(rows.column("shard").to_pylist(), rows.column("recipe").to_pylist(), strict=True)
-    held = {(shard, existing.recipe_names.get(recipe, "")) for shard, recipe in pairs}
-    return {shard: sorted(name for other, name in held if other == shard) for shard in sorted(shards)}

@@ -370,18 +370,15 @@ class Cluster(Workers):
             work.failures[number] += 1
             work.failed_on[number].add(worker.node.id)
             if work.failures[number] >= FAILURES:
-                raise self._failed(work.chunks[number]) from error
+                names = [sample.row.name for sample in work.chunks[number]]
+                more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+                raise QwenCacheError(
+                    f"encoding these samples failed {FAILURES} times: {', '.join(names[:SHOWN])}{more}",
+                    where=work.chunks[number][0].row.where,
+                    found=self.last_error,
+                    do="build without --ray to see which of them fails; what is complete is kept",
+                ) from error
         work.waiting = sorted([*work.waiting, *worker.chunks])
-
-    def _failed(self, chunk: Chunk) -> QwenCacheError:
-        names = [sample.row.name for sample in chunk]
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        return QwenCacheError(
-            f"encoding these samples failed {FAILURES} times: {shown}",
-            where=chunk[0].row.where,
-            found=self.last_error,
-            do="build without --ray to see which of them fails; what is complete is kept",
-        )
 
     def _state(self) -> WorkersState:
         now, rates = time.monotonic(), dict[str, float]()

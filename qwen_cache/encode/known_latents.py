@@ -143,20 +143,15 @@ def of_recipe(job: BuildJob, caches: Sequence[tuple[KeyedRows, Shards]]) -> Iter
 
 def _positions(rows: KeyedRows, wanted: Set[ImageAt]) -> Iterator[tuple[ImageAt, int]]:
     """The images among `wanted` that these rows have, each with the position of its row."""
-    chosen = rows.at(rows.positions[_with_images(rows, {digest for digest, _ in wanted})])
+    asked = pa.array(list({digest for digest, _ in wanted}), pa.string())
+    has_any = pc.is_in(rows.column("target"), asked).to_numpy()
+    of_rows = rows.column("controls").combine_chunks()
+    found = pc.is_in(pc.list_flatten(of_rows), asked).to_numpy(zero_copy_only=False)
+    has_any[np.asarray(pc.list_parent_indices(of_rows))[found]] = True
+    chosen = rows.at(rows.positions[np.flatnonzero(has_any)])
     columns = (chosen.each(name) for name in ("target", "controls", "img_shapes"))
     for position, target, controls, shapes in zip(chosen.positions.tolist(), *columns, strict=True):
         images = [*([target] if target else []), *controls]
         for digest, shape in zip(images, shapes[len(shapes) - len(images) :], strict=True):
             if (image := (digest, tuple(shape))) in wanted:
                 yield image, position
-
-
-def _with_images(rows: KeyedRows, digests: Set[str]) -> IntArray:
-    """Which rows have one of these images."""
-    asked = pa.array(list(digests), pa.string())
-    chosen = pc.is_in(rows.column("target"), asked).to_numpy()
-    controls = rows.column("controls").combine_chunks()
-    found = pc.is_in(pc.list_flatten(controls), asked).to_numpy(zero_copy_only=False)
-    chosen[np.asarray(pc.list_parent_indices(controls))[found]] = True
-    return np.flatnonzero(chosen)

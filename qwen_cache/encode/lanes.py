@@ -476,13 +476,16 @@ class Lanes(RunningEncoders):
         return self.text.submit(number, self._control_inputs, request, cost=tokens, kind=len(controls))
 
     def _inputs_for(self, images: Sequence[tuple[Future[Image.Image], Size | None]]) -> Inputs:
-        return self._text_inputs([self._for_text(image.result(), size) for image, size in images])
-
-    def _for_text(self, image: Image.Image, size: Size | None) -> Image.Image:
-        """The text encoder's image: the VAE's if its size is given, else one of the encoder's own size."""
-        if size:
-            return over_white(cut(image, size, self.crop).resize(size, Image.Resampling.LANCZOS))
-        return image.resize(calculate_dimensions(self.condition_image_size, image.size), Image.Resampling.LANCZOS)
+        """The text encoder's inputs: images at the size of the VAE's where it is given, else of the encoder's own."""
+        fitted = []
+        for image, size in images:
+            if size:
+                at_size = cut(image.result(), size, self.crop).resize(size, Image.Resampling.LANCZOS)
+                fitted.append(over_white(at_size))
+            else:
+                own = calculate_dimensions(self.condition_image_size, image.result().size)
+                fitted.append(image.result().resize(own, Image.Resampling.LANCZOS))
+        return self._text_inputs(fitted)
 
     def _make_mask(self, originals: Originals, sample: PlannedSample) -> Future[Mask | None] | None:
         """The mask of the source, or the difference of target and first control; None if neither is wanted."""

@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 from qwen_cache.errors import ConfigError, Notice, Problem, SourceError, counted
 from qwen_cache.extras import __version__
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
-from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows, ListedSamples, first_of_each, taken
 from qwen_cache.format.sample import ImgShapes
 from qwen_cache.format.update import Copies
@@ -152,7 +151,11 @@ class RememberedImages:
     def of(source: str, data: DataConfig) -> RememberedImages:
         """The images of a source, or of the slice, split and configuration of it that `data` names."""
         detail = "\0".join(each or "" for each in (data.slice, data.split, data.config_name))
-        return RememberedImages(RememberedFiles.of(_readers(), location(source), detail))
+        readers = [f"images 2, qwen-cache {__version__}, Pillow {PIL.__version__}"]
+        for _, package in PLUGINS.values():
+            with suppress(PackageNotFoundError):
+                readers.append(f"{package} {version(package)}")
+        return RememberedImages(RememberedFiles.of(", ".join(readers), location(source), detail))
 
     @contextmanager
     def planning(self, rows: Sequence[Row]) -> Iterator[None]:
@@ -233,15 +236,6 @@ class PlannedImage:
 
     def _named(self) -> tuple[bytes | None, bool]:
         return self._memory.name("mask" if self._is_mask else "image", self.where, _files(self._file))
-
-
-def _readers() -> str:
-    """What reads images here, with its versions."""
-    versions = [f"images 2, qwen-cache {__version__}, Pillow {PIL.__version__}"]
-    for _, package in PLUGINS.values():
-        with suppress(PackageNotFoundError):
-            versions.append(f"{package} {version(package)}")
-    return ", ".join(versions)
 
 
 def _files(image: Readable) -> Sequence[Location]:
@@ -428,16 +422,10 @@ def make_plan(
     for key, times in repeated.items():
         samples[key] = replace(samples[key], source_rows=1 + times)
     _add_reasons(samples, usable, cached, changed_recipe)
-    removed = _removed(rows, samples, cached)
-    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed, notices=counted(notices))
-
-
-def _removed(rows: Iterable[Row], samples: Container[str], cached: KeyedRows) -> tuple[str, ...]:
-    """The names of the cached samples that neither `samples` nor the source has."""
     unmatched = [key for key in cached if key not in samples]
     names = {row.name for row in rows} if unmatched else set()
-    found = (cached[key].name for key in unmatched)
-    return tuple(name for name in found if name not in names)
+    removed = tuple(name for name in (cached[key].name for key in unmatched) if name not in names)
+    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed, notices=counted(notices))
 
 
 @without_gc()
@@ -468,19 +456,15 @@ def _add_reasons(
     before = cached.where_in(name=[samples[key].row.name for key in missing])
     named = dict(zip(before.column("name").to_pylist(), before.positions.tolist(), strict=True))
     for key in missing:
-        position = named.get(samples[key].row.name)
-        old = None if position is None else cached.row(position)
-        samples[key] = replace(samples[key], reasons=tuple(_reasons(samples[key], old, changed_recipe)))
-
-
-def _reasons(sample: PlannedSample, old: IndexRow | None, changed_recipe: Sequence[str]) -> list[str]:
-    if old is None:
-        return [NEW]
-    changes = differences(old.meta.inputs, old.meta.prompt, sample.inputs, sample.row.prompt)
-    if "prompt" in changes and _without_marks(sample.row.prompt) == old.meta.prompt:
-        changes[changes.index("prompt")] = "prompt: [[ ]] are kept now"
-    changes += ["phrase"] if old.meta.phrase != sample.row.phrase else []
-    return changes + [RECIPE + what for what in changed_recipe] or [NEW]
+        sample, reasons = samples[key], list[str]()
+        if (position := named.get(sample.row.name)) is not None:
+            old = cached.row(position).meta
+            reasons = differences(old.inputs, old.prompt, sample.inputs, sample.row.prompt)
+            if "prompt" in reasons and _without_marks(sample.row.prompt) == old.prompt:
+                reasons[reasons.index("prompt")] = "prompt: [[ ]] are kept now"
+            reasons += ["phrase"] if old.phrase != sample.row.phrase else []
+            reasons += [RECIPE + what for what in changed_recipe]
+        samples[key] = replace(sample, reasons=tuple(reasons or [NEW]))
 
 
 def _without_marks(prompt: str) -> str | None:
@@ -547,7 +531,9 @@ def _samples_of(
         return tuple(problems)
     own = _shared(tuple(image.size for image in originals))
     samples = [PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True)]
-    return (*samples, *(_profile_ignored(image.where) for image in images if image.has_other_profile))
+    what = "images have a colour profile that is not sRGB; it is ignored, as by the pipelines"
+    do = "convert them to sRGB if their colours matter"
+    return (*samples, *(Notice(what, (image.where,), do) for image in images if image.has_other_profile))
 
 
 def _text_problems(
@@ -571,11 +557,6 @@ def _text_problems(
     return [Problem(row.where, what, "shorten the prompt" + (", or use smaller images" if controls else ""))]
 
 
-def _profile_ignored(image: str) -> Notice:
-    what = "images have a colour profile that is not sRGB; it is ignored, as by the pipelines"
-    return Notice(what, (image,), "convert them to sRGB if their colours matter")
-
-
 @lru_cache(1 << 12)
 def _shared(value: T) -> T:
     """An equal value that another sample may have: few sizes differ, and samples may share an image."""
@@ -597,17 +578,13 @@ def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None,
             problems.append(as_problem(row, image.where, error))
     if mask is not None and target is not None:
         try:
-            problems += _mask_problems(row, mask.decode(), target)
+            width, height = mask.decode()
+            if abs(width * target[1] / (height * target[0]) - 1) > ASPECT_TOLERANCE:
+                what = f"{row.mask}: the mask is {width}×{height}, its target {target[0]}×{target[1]}"
+                problems.append(Problem(row.where, what, "make the mask at the size of the target"))
         except SourceError as error:
             problems.append(as_problem(row, mask.where, error))
     return problems
-
-
-def _mask_problems(row: Row, mask: Size, target: Size) -> list[Problem]:
-    if abs(mask[0] * target[1] / (mask[1] * target[0]) - 1) <= ASPECT_TOLERANCE:
-        return []
-    what = f"{row.mask}: the mask is {mask[0]}×{mask[1]}, its target {target[0]}×{target[1]}"
-    return [Problem(row.where, what, "make the mask at the size of the target")]
 
 
 def as_problem(row: Row, path: object, error: SourceError) -> Problem:

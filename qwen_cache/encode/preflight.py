@@ -268,11 +268,13 @@ def changed_recipe(
     samples = f"{len(again)} of {plural(len(cached), 'cached sample')}"
     folder = next(name for i in itertools.count(2) if not Path(name := f"{job.folder}-{i}").exists())
     recipe = next(name for i in itertools.count(2) if (name := f"{job.recipe_name}-{i}") not in existing.recipes)
+    left = [word for i, word in enumerate(command) if word != "--out" and command[i - 1 : i] != ["--out"]]
+    without_out = [word for word in left if not word.startswith("--out=")]
     return RecipeChangedError(
         f"{samples} would be encoded again, because the recipe changed: {changes}",
         job.folder,
         [
-            shell_line(["qwen-cache", *_without_out(command), "--out", folder]),
+            shell_line(["qwen-cache", *without_out, "--out", folder]),
             shell_line(["qwen-cache", *command, "--set", f"cache.recipe={recipe}"]),
             shell_line(["qwen-cache", *command, "--replace"]),
         ],
@@ -309,11 +311,6 @@ def little_memory(devices: Sequence[DevicePlan]) -> DeviceError | None:
                 do=planned.advice,
             )
     return None
-
-
-def _without_out(command: Sequence[str]) -> list[str]:
-    left = [word for i, word in enumerate(command) if word != "--out" and command[i - 1 : i] != ["--out"]]
-    return [word for word in left if not word.startswith("--out=")]
 
 
 # ---- load ------------------------------------------------------------------------------------------------------------

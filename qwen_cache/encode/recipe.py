@@ -21,7 +21,7 @@ from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
-from qwen_cache.models.family import QWEN_IMAGE, Family
+from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import INDEX, VAE_WEIGHTS, ModelFolder, fingerprint, read_config, shards_of
 from qwen_cache.models.single_file import StoredTensor, read_header
 from qwen_cache.settings.given import Given
@@ -94,24 +94,23 @@ class EditMasks:
             _head_metadata(self.head)
 
     def recipe(self, encoder: dict[str, Any]) -> dict[str, Any]:
-        """The recipe's entries on masks, none if they come from the source alone; `encoder` are its other entries."""
+        """The recipe's entries on masks, none if they come from the source alone; `encoder` are its other entries.
+
+        ConfigError if the mask head was trained on another encoder.
+        """
         made: dict[str, Any] = {"edit_mask": self.source} if self.differ or self.head else {}
-        made |= {"mask_head": self._head_hash(encoder)} if self.head else {}
+        if self.head:
+            from qwen_cache.experimental.masks import encoder_of
+
+            if _head_metadata(self.head).encoder != encoder_of(encoder):
+                raise ConfigError(
+                    "this mask head was trained on the attention of another encoder, template or image size",
+                    where=self.head,
+                    do="train one on a cache of this model: `qwen-train mask-head`",
+                )
+            made["mask_head"] = file_digest(self.head)
         made |= {"attention": True} if self.keep_attention else {}
         return made | ({"edit_mask_version": VERSION} if made else {})
-
-    def _head_hash(self, encoder: dict[str, Any]) -> str:
-        """The hash of the mask head's file; ConfigError if it was trained on another encoder."""
-        from qwen_cache.experimental.masks import encoder_of
-
-        assert self.head is not None
-        if _head_metadata(self.head).encoder != encoder_of(encoder):
-            raise ConfigError(
-                "this mask head was trained on the attention of another encoder, template or image size",
-                where=self.head,
-                do="train one on a cache of this model: `qwen-train mask-head`",
-            )
-        return file_digest(self.head)
 
 
 def _head_metadata(head: Path) -> Any:
@@ -250,7 +249,16 @@ def make_recipe(
         }
         if config.cache.dtype == "bfloat16" and _encodes_on_cpu(config.cache.text_device, here=here):
             recipe[PATCH_EMBEDDING] = "product"
-    return recipe | _family(family) | EditMasks.of(config).recipe(recipe)
+    # Recipes of the first family are older than these entries, and stay as they are. The licence is no input of the
+    # encoders; it is here because it holds for everything that they return.
+    of_family = {
+        "family": family.name,
+        "license": family.licence,
+        "image_mode": family.image_mode,
+        "final_norm": family.final_norm,
+        "text_rows_only": family.text_rows_only,
+    }
+    return recipe | ({} if family is QWEN_IMAGE else of_family) | EditMasks.of(config).recipe(recipe)
 
 
 def _encodes_on_cpu(text_device: str, *, here: bool) -> bool:
@@ -261,22 +269,6 @@ def _encodes_on_cpu(text_device: str, *, here: bool) -> bool:
     from qwen_cache.models.devices import accelerator
 
     return accelerator() is None
-
-
-def _family(family: Family) -> dict[str, Any]:
-    """What a recipe says of the family. The first family's recipes are older than these entries, and stay as they are.
-
-    The licence is no input of the encoders; it is here because it holds for everything that they return.
-    """
-    if family is QWEN_IMAGE:
-        return {}
-    return {
-        "family": family.name,
-        "license": family.licence,
-        "image_mode": family.image_mode,
-        "final_norm": family.final_norm,
-        "text_rows_only": family.text_rows_only,
-    }
 
 
 def vae_encoder_fingerprint(folder: Path) -> str:

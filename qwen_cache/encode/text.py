@@ -300,7 +300,9 @@ class TextEncoder:
 
         Requests whose inputs are one object share one prefix; the prefix of the last call is reused.
         """
-        inputs, rows = _distinct([request.inputs for request in requests])
+        numbers: dict[int, int] = {}  # of each object
+        rows = [numbers.setdefault(id(request.inputs), len(numbers)) for request in requests]
+        inputs = [requests[rows.index(number)].inputs for number in range(len(numbers))]
         if self._last is not None and len(inputs) == 1 and inputs[0] is self._last.inputs:
             rows = [len(self._last.empties) - 1] * len(requests)
             return self._last.encoded(rows, self.embed(self._last.prefixes, _prompts(rows, requests)))
@@ -399,7 +401,11 @@ class TextEncoder:
                 )
             past = select_rows(prefixes.past, rows)
         tokens = self._sent(tokens)
-        with self._capturing(prefixes, rows, chosen) as captured:
+        capturing: AbstractContextManager[AttentionRows | None] = nullcontext()
+        if any(chosen):  # attention of the chosen tokens on the first image; in a row without any, that of token 0
+            first = [[prefixes.first_images[row]] for row in rows]
+            capturing = attention_rows(self.model, [[positions or [0]] for positions in chosen], first)
+        with capturing as captured:
             hidden = self.model(**tokens, past_key_values=past, use_cache=past is not None).last_hidden_state.cpu()
         embeds = [row[drop_idx : len(each)].clone() for row, each in zip(hidden, ids, strict=True)]
         if captured is None:
@@ -409,15 +415,6 @@ class TextEncoder:
             for images, positions in zip(captured.attention, chosen, strict=True)
         ]
         return [Suffix(*each) for each in zip(embeds, attention, strict=True)]
-
-    def _capturing(
-        self, prefixes: Prefixes, rows: list[int], chosen: list[list[int]]
-    ) -> AbstractContextManager[AttentionRows | None]:
-        """Capture the attention of the chosen tokens on the first image; in a row without any, that of token 0."""
-        if not any(chosen):
-            return nullcontext()
-        images = [[prefixes.first_images[row]] for row in rows]
-        return attention_rows(self.model, [[positions or [0]] for positions in chosen], images)
 
     def _phrase_tokens(self, text: str, prompt: str, phrase: Phrase | None) -> list[int]:
         """The positions of the phrase's tokens in `text`, which begins with the prompt; none if not wanted."""
@@ -438,13 +435,6 @@ class TextEncoder:
         with self._tokenizing:
             ids: torch.Tensor = self.frame(images).tokenizer(text, return_tensors="pt")["input_ids"]
         return ids[0]
-
-
-def _distinct(inputs: Sequence[Inputs]) -> tuple[list[Inputs], list[int]]:
-    """The distinct objects among `inputs`, and for each of `inputs` the index of its object."""
-    numbers: dict[int, int] = {}
-    rows = [numbers.setdefault(id(each), len(numbers)) for each in inputs]
-    return [inputs[rows.index(number)] for number in range(len(numbers))], rows
 
 
 def _prompts(rows: Sequence[int], requests: Sequence[TextRequest]) -> list[tuple[int, str, Phrase | None]]:

@@ -19,10 +19,10 @@ import pyarrow.compute as pc
 
 from qwen_cache.encode.builder import (
     BuildJob,
+    Chunk,
     Encoded,
     Encoders,
     FindLatents,
-    Workers,
     WorkersState,
     ahead,
     cut_into_chunks,
@@ -128,8 +128,17 @@ class Writing:
         self.job, self.encoders, self.on_progress, self.again = job, encoders, on_progress, again
         self.known, self.reusable, self.written = known, reusable, written
         self.samples = {sample.key: sample for sample in missing}
-        self.every = _commit_every(job, update)
-        self.late = _replacing(update) if self.every else frozenset[str]()
+        # A commit before the last one must just add to the dataset.
+        existing = update.existing
+        is_replaced = existing.recipes.get(job.recipe_name, job.recipe) != job.recipe
+        lacks_shards = len(existing) != len(existing.table)
+        self.every = None if update.damaged or is_replaced or lacks_shards else job.config.cache.commit_every
+        self.late = frozenset[str]()
+        """The keys of samples that move to another shard, or that replace one of their name."""
+        if self.every:
+            has_name = pc.is_in(update.rows.table["name"], pc.unique(existing.table["name"])).to_numpy()
+            replacing = update.rows.keys(np.flatnonzero(has_name & (update.kept < 0)))
+            self.late = frozenset(update.moved) | frozenset(replacing)
         if self.late:
             update = replace(update, order=sorted(update.order, key=lambda key: key in self.late))
         self.update = update
@@ -152,7 +161,8 @@ class Writing:
     def write(self) -> set[str]:
         """Write all samples of the update; returns the keys of those that were not copied."""
         waiting = self.staging.to_write
-        to_make = {key for key in waiting if key in self.samples and not self._is_copied(key)}
+        is_left, others = self.staging.left_over, self.others  # samples that need no encoder
+        to_make = {key for key in waiting if key in self.samples and is_left(key) is None and key not in others}
         cached = {key: self.reusable.row_for(self.samples[key]) for key in to_make} if self.reusable else {}
         new_masks = {key: row for key, row in cached.items() if row is not None}
         to_encode = to_make - new_masks.keys()
@@ -161,7 +171,15 @@ class Writing:
             self.staging.leave(to_encode)
             workers = self.encoders.workers(self.job)
             self._write_here(set(), new_masks)
-            self._write_elsewhere(workers, [key for key in waiting if key in to_encode])
+            order = [key for key in waiting if key in to_encode]
+            chunks: list[Chunk] = []
+            for late in (False, True):
+                samples = [self.samples[key] for key in order if (key in self.late) == late]
+                chunks += cut_into_chunks(self.job, samples, workers.count)
+            destination = Destination.of(self.job.folder, self.name, self.job.format_version)
+            for shard in workers.write(chunks, destination, self._report):
+                self.staging.add_shard(shard)
+                self._count([entry.meta.key for entry in shard[1]])
         else:
             self._write_here(to_encode, new_masks)
         return to_make
@@ -195,26 +213,9 @@ class Writing:
                     self._copy(key)
                 self._count([key])
 
-    def _is_copied(self, key: str) -> bool:
-        """True if a missing sample needs no encoder."""
-        return self.staging.left_over(key) is not None or key in self.others
-
     def _copy(self, key: str) -> None:
         if not copy_if_there(self.update, self.staging, key):
             self.staging.add_copy(*self.others.sample(key))
-
-    def _write_elsewhere(self, workers: Workers, order: Sequence[str]) -> None:
-        chunks = [
-            chunk
-            for late in (False, True)
-            for chunk in cut_into_chunks(
-                self.job, [self.samples[key] for key in order if (key in self.late) == late], workers.count
-            )
-        ]
-        destination = Destination.of(self.job.folder, self.name, self.job.format_version)
-        for shard in workers.write(chunks, destination, self._report):
-            self.staging.add_shard(shard)
-            self._count([entry.meta.key for entry in shard[1]])
 
     def _count(self, keys: Iterable[str]) -> None:
         """Count samples that are written, and commit if enough of them are new."""
@@ -249,21 +250,6 @@ class Writing:
 
     def _recipes(self) -> dict[str, dict[str, Any]]:
         return {**self.update.existing.recipes, self.job.recipe_name: self.job.recipe}
-
-
-def _commit_every(job: BuildJob, update: Update) -> int | None:
-    """After how many samples to commit; None where a commit before the last one could not just add to the dataset."""
-    existing = update.existing
-    is_replaced = existing.recipes.get(job.recipe_name, job.recipe) != job.recipe
-    lacks_shards = len(existing) != len(existing.table)
-    return None if update.damaged or is_replaced or lacks_shards else job.config.cache.commit_every
-
-
-def _replacing(update: Update) -> frozenset[str]:
-    """The keys of samples that move to another shard, or that replace one of their name."""
-    rows = update.rows.table
-    has_name = pc.is_in(rows["name"], pc.unique(update.existing.table["name"])).to_numpy()
-    return frozenset(update.moved) | frozenset(update.rows.keys(np.flatnonzero(has_name & (update.kept < 0))))
 
 
 def written_by() -> dict[str, str]:
