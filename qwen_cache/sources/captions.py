@@ -19,7 +19,7 @@ from qwen_cache.format.identity import Phrase, content_hash
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
 from qwen_cache.sources.places import File, read_bytes, suffix
-from qwen_cache.sources.rows import LIST_COLUMNS, Columns, Needs, Row, find_columns, unique
+from qwen_cache.sources.rows import LIST_COLUMNS, Needs, Row, find_columns, unique
 from qwen_cache.sources.tables import READERS, delimiter_of
 from qwen_cache.storage.files import write_durably
 from qwen_cache.storage.remote import Location, is_remote
@@ -368,21 +368,16 @@ class TableCopy:
             raise SourceError("this table has been written already", where=self.source, do=do)
         captioned = {row.where for row in rows if row.prompt}
         by_row = {row.where: row for row in reversed(rows) if self.replace or row.where not in captioned}
-        kept = self._kept()
-        self.done.update({row.where: kept[key] for row in by_row.values() if (key := _images(row)) in kept})
-        return [row for row in reversed(by_row.values()) if row.where not in self.done]
-
-    def _kept(self) -> dict[tuple[str, ...], str]:
-        """The captions by an earlier run with these settings, by their images; a line that was cut off is none."""
-        kept = {}
+        kept: dict[tuple[str, ...], str] = {}  # the captions by an earlier run with these settings, by their images
         for line in self.partial.read_text(encoding="utf-8").split("\n") if self.partial.is_file() else ():
             try:
                 images, settings, caption = json.loads(line)
-            except (ValueError, TypeError):
+            except (ValueError, TypeError):  # a line that was cut off
                 continue
             if settings == self.settings:
                 kept[tuple(images)] = caption
-        return kept
+        self.done.update({row.where: kept[key] for row in by_row.values() if (key := _images(row)) in kept})
+        return [row for row in reversed(by_row.values()) if row.where not in self.done]
 
     def write(self, row: Row, caption: str) -> None:
         self.done[row.where] = caption
@@ -395,7 +390,8 @@ class TableCopy:
             do = "run the same command again: the captions so far are kept"
             raise SourceError("this table was changed while its captions were written", where=self.table, do=do)
         names, records = READERS[self.table.suffix](self.table, data.decode("utf-8-sig"))
-        column = self._column(names)
+        needs = Needs(control=False, target=False, prompt=False, columns=self.data.columns)
+        column = next(iter(find_columns(names, self.table, needs)["prompt"]), "prompt")
         values = []
         for record in records:
             if isinstance(record, tuple):
@@ -408,11 +404,6 @@ class TableCopy:
         text = _text(self.table.suffix, delimiter, list(dict.fromkeys([*names, column])), values)
         write_durably(self.source, text.encode(encoding))
         self.partial.unlink(missing_ok=True)
-
-    def _column(self, names: Sequence[str]) -> str:
-        needs = Needs(control=False, target=False, prompt=False, columns=self.data.columns)
-        columns: Columns = find_columns(names, self.table, needs)
-        return next(iter(columns["prompt"]), "prompt")
 
 
 def _images(row: Row) -> tuple[str, ...]:

@@ -277,11 +277,22 @@ def read_drafts(
         on_draft(draft, own)
         drafts, out = drafts + (not draft.is_left_out), out + draft.is_left_out
         rows += samples
-        notices += [each for sample in samples for each in _notices(sample, needs)]
+        for row in samples:
+            if LOST in row.prompt:
+                what = "prompts have U+FFFD, which stands for a character that was lost"
+                notices.append(Notice(what, (row.name,), "write the right characters", is_fault=True))
+            if needs.marked_phrases is None and has_marks(row.prompt):
+                do = "if they mark words, set data.marked_phrases: true; false ends this notice"
+                notices.append(Notice("prompts have [[ ]], which are part of the prompt", (row.name,), do))
         if draft.unusable is None or draft.unusable is not shared:
             problems += own
         shared = draft.unusable
-    return Content(rows, _of_all(problems, drafts, source), out, counted(notices))
+    # A problem that all samples share is listed once.
+    times = Counter((problem.what, problem.do) for problem in problems)
+    of_all = [key for key, count in times.items() if count == drafts > 1]
+    merged = [Problem(source, f"all {drafts} samples: {what}", do) for what, do in of_all]
+    merged += [problem for problem in problems if (problem.what, problem.do) not in of_all]
+    return Content(rows, merged, out, counted(notices))
 
 
 def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[list[Row], list[Problem]]:
@@ -320,28 +331,10 @@ def read_written(records: Sequence[dict[str, Any]], where: str, **settings: Unpa
     return replace(content, notices=counted([*content.notices, *captions.notices(content.rows)]))
 
 
-def _of_all(problems: list[Problem], drafts: int, source: str) -> list[Problem]:
-    """The problems; one that all samples share is listed once."""
-    times = Counter((problem.what, problem.do) for problem in problems)
-    shared = [key for key, count in times.items() if count == drafts > 1]
-    merged = [Problem(source, f"all {drafts} samples: {what}", do) for what, do in shared]
-    return merged + [problem for problem in problems if (problem.what, problem.do) not in shared]
-
-
 LOST = "\ufffd"
 """What programs write in place of a character that they could not read."""
 CHANGED = re.compile(r"\r|^\s|\s\Z")
 """The parts of a prompt that are not read as they are: line ends of Windows, white space around it."""
-
-
-def _notices(row: Row, needs: Needs) -> Iterator[Notice]:
-    """Facts about the prompt of a row that is used."""
-    if LOST in row.prompt:
-        what, do = "prompts have U+FFFD, which stands for a character that was lost", "write the right characters"
-        yield Notice(what, (row.name,), do, is_fault=True)
-    if needs.marked_phrases is None and has_marks(row.prompt):
-        do = "if they mark words, set data.marked_phrases: true; false ends this notice"
-        yield Notice("prompts have [[ ]], which are part of the prompt", (row.name,), do)
 
 
 def _phrases(draft: Draft, *, marked: bool) -> tuple[list[Row], FieldProblems]:
@@ -411,11 +404,13 @@ def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Notice | Dra
     if kind in READERS or (kind == PROMPTS and needs.to_generate):
         return read_text_table(file_at(source), replace(needs, control=needs.control and kind != PROMPTS))
     if kind in ARCHIVES:
-        paths = (
-            [source]
-            if not is_remote(source) and source.exists()
-            else [file_at(location(name)) for name in _expanded(str(source))]
-        )
+        paths = [source]
+        if is_remote(source) or not source.exists():
+            names = list(islice(expand(str(source)), MAX_FILES + 1))
+            if len(names) > MAX_FILES:
+                what, do = "the braces stand for too many files", "name the folder, or correct the numbers"
+                raise SourceError(what, where=source, expected=f"at most {MAX_FILES}", do=do)
+            paths = [file_at(location(name)) for name in names]
         return ARCHIVES[kind](paths, needs)
     if is_remote(source):
         return _read_hub(source, needs) if is_dataset(source) else _read_folder(_opened(source), needs)
@@ -445,14 +440,6 @@ def _read_hub(source: Url, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     )
 
 
-def _expanded(pattern: str) -> list[str]:
-    names = list(islice(expand(pattern), MAX_FILES + 1))
-    if len(names) > MAX_FILES:
-        what, expected = "the braces stand for too many files", f"at most {MAX_FILES}"
-        raise SourceError(what, where=pattern, expected=expected, do="name the folder, or correct the numbers")
-    return names
-
-
 def expand(pattern: str) -> Iterator[str]:
     """The names of a pattern with braces, as in a shell: `{000..009}` and `{a,b}`."""
     match = re.search(r"\{(?:(\d{1,9})\.\.(\d{1,9})|([^{}]*,[^{}]*))\}", pattern)
@@ -472,7 +459,19 @@ def _read_folder(folder: Folder, needs: Needs) -> Iterator[Problem | Notice | Dr
     tables = [folder.path / name for name in METADATA_TABLES if name in folder.files]
     pairs = [folder.path / name for name in (*TARGET_FOLDERS, *CONTROL_FOLDERS) if name in folder.folders]
     archives = {ending: folder.having(ending) for ending in ARCHIVES}
-    _refuse(folder, [[table] for table in tables] + [pairs, *archives.values()])
+    ways: list[list[Location]] = [*([table] for table in tables), pairs, *archives.values()]
+    readable = [way for way in ways if way]
+    if MANIFEST_NAME in folder.files:
+        do = "name the images that it was made from; `qwen-cache merge` joins caches"
+        raise SourceError("this is a cache, not a source", where=folder.path, expected=KINDS, do=do)
+    if len(readable) > 1:
+        raise SourceError(
+            "the folder can be read in more than one way",
+            where=folder.path,
+            expected="one table, images in tars, or folders of images",
+            found=", ".join(base_name(path) for way in readable for path in way[:3]),
+            do=f"name the file itself, {readable[0][0]}, or move the others elsewhere",
+        )
     if left_out.LIST in folder.files and (tables or SAVED in folder.files or any(archives.values())):
         what, do = "only a folder of images has such a list", f"use a column {left_out.COLUMN}, and remove the list"
         raise SourceError(what, where=folder.path / left_out.LIST, do=do)
@@ -502,22 +501,6 @@ def _chosen(names: Iterable[str], where: Location, split: str | None) -> str:
     options = " or ".join(shell_line(["--set", f"data.split={name}"]) for name in known)
     do = f"choose one: {options}" if known else "leave out data.split"
     raise SourceError(what, where=where, expected="one", found=", ".join(known) or "none", do=do)
-
-
-def _refuse(folder: Folder, ways: list[list[Location]]) -> None:
-    """SourceError if a folder is not a source, or more than one."""
-    readable = [way for way in ways if way]
-    if MANIFEST_NAME in folder.files:
-        do = "name the images that it was made from; `qwen-cache merge` joins caches"
-        raise SourceError("this is a cache, not a source", where=folder.path, expected=KINDS, do=do)
-    if len(readable) > 1:
-        raise SourceError(
-            "the folder can be read in more than one way",
-            where=folder.path,
-            expected="one table, images in tars, or folders of images",
-            found=", ".join(base_name(path) for way in readable for path in way[:3]),
-            do=f"name the file itself, {readable[0][0]}, or move the others elsewhere",
-        )
 
 
 # ---- listing ---------------------------------------------------------------------------------------------------------

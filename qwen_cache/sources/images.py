@@ -222,19 +222,15 @@ def upright_size(data: bytes, where: str) -> tuple[int, int]:
     with _refusals(data, where):
         if _reads(data, "JPEG XL"):
             return _jpeg_xl_size(data)
-        return _upright_size(data)
-
-
-def _upright_size(data: bytes) -> tuple[int, int]:
-    with _open(data) as image:
-        if image.format in ("TIFF", "HEIC"):  # it is upright already
-            return image.size
-        # a PNG may have it after its pixels; Pillow decodes them to read it, so only ask if there is a marker
-        end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
-        all_ahead = image.format == "PNG" and not any(name in end for name in _EXIF_IN_PNG)
-        exif = Image.Image.getexif(image) if all_ahead else image.getexif()
-        turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
-        return (image.height, image.width) if turned else image.size
+        with _open(data) as image:
+            if image.format in ("TIFF", "HEIC"):  # it is upright already
+                return image.size
+            # a PNG may have it after its pixels; Pillow decodes them to read it, so only ask if there is a marker
+            end = data[data.rfind(b"IDAT") :] if image.format == "PNG" else b""
+            all_ahead = image.format == "PNG" and not any(name in end for name in _EXIF_IN_PNG)
+            exif = Image.Image.getexif(image) if all_ahead else image.getexif()
+            turned = exif.get(ExifTags.Base.Orientation) in _ON_ITS_SIDE
+            return (image.height, image.width) if turned else image.size
 
 
 def has_other_profile(data: bytes, where: str) -> bool:
@@ -379,7 +375,10 @@ def _open(data: bytes) -> Image.Image:
     if _reads(data, "JPEG XL"):
         return _open_jpeg_xl(data)
     if _reads(data, "HEIC"):
-        image = _open_heic(data)
+        from pillow_heif import HeifImageFile
+
+        image: Image.Image = HeifImageFile(io.BytesIO(data))  # libheif has rotated it; its EXIF says so
+        image.format = "HEIC"
     else:
         with _opening, warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
@@ -400,14 +399,6 @@ def _reads(data: bytes, kind: str) -> bool:
 @cache
 def _is_installed(kind: str) -> bool:
     return find_spec(PLUGINS[kind][0]) is not None
-
-
-def _open_heic(data: bytes) -> Image.Image:
-    from pillow_heif import HeifImageFile
-
-    image: Image.Image = HeifImageFile(io.BytesIO(data))  # libheif has rotated it; its EXIF says so
-    image.format = "HEIC"
-    return image
 
 
 def _open_jpeg_xl(data: bytes) -> Image.Image:

@@ -215,8 +215,12 @@ def _read_targets(
     chosen = [name for name in targets if only is None or name in only]
     memory = RememberedFiles.of("prompts 1", folder.path)
     with memory.saved(), ThreadPoolExecutor(READERS, "prompts") as pool:
-        texts = _read_prompts([prompts.get(name, []) for name in chosen], memory, pool)
-        for name, text in zip(chosen, texts, strict=True):
+        # From a disk a task reads many prompts, since submitting a task costs as much as reading one.
+        written = [prompts.get(name, []) for name in chosen]
+        size = PROMPTS if written and written[0] and not is_remote(written[0][0]) else 1
+        chunks = (written[begin : begin + size] for begin in range(0, len(written), size))
+        texts = pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks)
+        for name, text in zip(chosen, chain.from_iterable(texts), strict=True):
             prompt = prompts.get(name, []), text
             draft = _row(name, targets[name], prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
             is_out = name in out
@@ -253,17 +257,16 @@ def _strays(
     explained = set(leads.similar.values())
     for (name, stem), paths in strays.items():
         for path in paths:
-            if path not in explained:
-                yield _stray(path, leads.unread.get((layout.target, stem)) if name == prompt_folder else None, layout)
-
-
-def _stray(path: Location, unread_target: Location | None, layout: Layout) -> Problem:
-    if unread_target:
-        return Problem(str(unread_target), f"{_kind(unread_target)} is not read", "save it as PNG, JPEG or WebP")
-    do = "add the target or remove the file"
-    if len(layout.controls) == 1:
-        do += "; further controls are called NAME_control_1, masks NAME_mask"
-    return Problem(str(path), f"this belongs to no target: {layout.target} has no image of that name", do)
+            if path in explained:
+                continue
+            unread = leads.unread.get((layout.target, stem)) if name == prompt_folder else None
+            if unread:
+                yield Problem(str(unread), f"{_kind(unread)} is not read", "save it as PNG, JPEG or WebP")
+                continue
+            do = "add the target or remove the file"
+            if len(layout.controls) == 1:
+                do += "; further controls are called NAME_control_1, masks NAME_mask"
+            yield Problem(str(path), f"this belongs to no target: {layout.target} has no image of that name", do)
 
 
 def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
@@ -490,15 +493,6 @@ def _similar(wanted: Iterable[Place], strays: Mapping[Place, list[Location]]) ->
 
 def _numbers(stem: str) -> list[str]:
     return re.findall(r"\d+", stem)
-
-
-def _read_prompts(
-    files: list[list[Location]], memory: RememberedFiles, pool: ThreadPoolExecutor
-) -> Iterator[str | Exception]:
-    """The prompts, in order. From a disk a task reads many, since submitting a task costs as much as reading one."""
-    size = PROMPTS if files and files[0] and not is_remote(files[0][0]) else 1
-    chunks = (files[begin : begin + size] for begin in range(0, len(files), size))
-    return chain.from_iterable(pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks))
 
 
 def _read_prompt(files: list[Location], memory: RememberedFiles | None) -> str | Exception:

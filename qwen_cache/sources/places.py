@@ -255,7 +255,10 @@ class TableFolder:
         if not is_remote(self.path):
             named = self._located(text) if "://" in text else Path(text)
             return file_at(named) if is_remote(named) else self.path / named
-        server = _server(str(self.path))
+        # A server, a bucket, or a repository of the Hugging Face hub.
+        parts = str(self.path).split("/")
+        repository = 5 if parts[2:3] and parts[2] in ("datasets", "spaces", "buckets") else 4
+        server = "/".join(parts[: repository if parts[0] == "hf:" else 3])
         if "::" in text:
             raise self._refusal("names a chain of addresses", text, "name the image itself, relative to the table")
         if any(_begins(text, allowed) for allowed in (server, *self.allow_urls)):
@@ -301,13 +304,6 @@ def allowed_file(text: str, allowed: Iterable[str]) -> Location | None:
     if "::" in text or len(text) > MAX_NAME or refused_protocol(text) or not any(_begins(text, it) for it in allowed):
         return None
     return file_at(location(text))
-
-
-def _server(url: str) -> str:
-    """The part of a URL that names a server, a bucket, or a repository of the Hugging Face hub."""
-    parts = url.split("/")
-    repository = 5 if parts[2:3] and parts[2] in ("datasets", "spaces", "buckets") else 4
-    return "/".join(parts[: repository if parts[0] == "hf:" else 3])
 
 
 def _begins(url: str, allowed: str) -> bool:

@@ -258,7 +258,11 @@ def find_columns(
             _add(columns, role, number, name, where, noun)
     for role, needed in (("target", needs.target), ("prompt", needs.prompt), ("control", needs.some_control)):
         if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
-            _add_generic(columns, role, unknown, where, noun)
+            for name in list(unknown):
+                is_generic, number = _role_among({role: GENERIC[role]}, name)
+                if is_generic:
+                    _add(columns, role, number, name, where, noun)
+                    unknown.remove(name)
         if needed and not columns[role]:
             more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
             raise _no_column(role, found or names, unknown, where, noun, more)
@@ -325,14 +329,6 @@ def _wants_generic(role: str, targets: dict[int, str], needs: Needs) -> bool:
     if role != "control":
         return bool(getattr(needs, role))
     return needs.control or (needs.takes_control and _stem(targets.get(0, "")) not in NOT_OF_EDITS)
-
-
-def _add_generic(columns: dict[str, dict[int, str]], role: str, unknown: list[str], where: Location, noun: str) -> None:
-    for name in list(unknown):
-        found, number = _role_among({role: GENERIC[role]}, name)
-        if found:
-            _add(columns, role, number, name, where, noun)
-            unknown.remove(name)
 
 
 def _stem(name: str) -> str:
@@ -452,19 +448,15 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
         return unusable(error.fault, error.do or "correct the path")
     named = next(filter(None, (target, *controls)), None)
     name = _numbered(where) if named is None else folder.name(named) if isinstance(named, str) else named.name
-    size = _size(cells, field_problems)
-    seed = next(iter(cells.get("seed", [])), None)
-    given = where, shown, tuple(images), painted
-    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size) for prompt in prompts)
-    return Draft(samples, field_problems, phrase, is_left_out)
-
-
-def _size(cells: dict[str, list[Any]], field_problems: FieldProblems) -> tuple[int, int] | None:
     width, height = (next(iter(cells.get(each, [])), None) for each in ("width", "height"))
     if (width is None) != (height is None) and not field_problems.keys() & {"width", "height"}:
         what = f"the {'height' if height is None else 'width'} is missing"
         field_problems.setdefault("size", (what, "give both, or neither"))
-    return None if width is None or height is None else (width, height)
+    size = None if width is None or height is None else (width, height)
+    seed = next(iter(cells.get("seed", [])), None)
+    given = where, shown, tuple(images), painted
+    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size) for prompt in prompts)
+    return Draft(samples, field_problems, phrase, is_left_out)
 
 
 def _numbered(where: str) -> str:

@@ -274,7 +274,11 @@ class CsvText:
             spans = list(self._spans(begin, end))
             if len(spans) == len(cells):  # else a row that cannot be used, for other reasons too
                 for name in values.keys() & columns.keys():
-                    yield self._cell_edit(spans[columns[name]], values[name])
+                    first, last = spans[columns[name]]
+                    old, text = self.text[first:last], values[name]
+                    spaces = len(old) - len(old.lstrip(" "))
+                    text = text.replace("\n", "\r\n") if "\r\n" in old else text
+                    yield first + spaces, last, self._cell(text, like=old)
             added = new if line == 1 else [values.get(name, "") for name in new]
             if added:
                 like = self.text[slice(*spans[-1])]
@@ -287,12 +291,6 @@ class CsvText:
             position = found.end() + 1
             if position > len(record):
                 return
-
-    def _cell_edit(self, span: tuple[int, int], text: str) -> Edit:
-        old = self.text[slice(*span)]
-        spaces = len(old) - len(old.lstrip(" "))
-        text = text.replace("\n", "\r\n") if "\r\n" in old else text
-        return span[0] + spaces, span[1], self._cell(text, like=old)
 
     def _cell(self, text: str, like: str) -> str:
         """A cell in quotes where it needs them, or where a similar one has them and it is not empty."""
@@ -316,21 +314,9 @@ Item = tuple[str, Any, Problem | None]
 
 
 def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Notice | Draft]:
-    text = _read_text(path)
-    names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, text)
-    if not records:
-        raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
-    columns = find_columns(names, path, needs)
-    if suffix(path) == ".csv" and (delimiter := delimiter_of(text)) != ",":
-        what = f"rows of a .csv have their cells separated by {DELIMITERS[delimiter]}, not commas"
-        yield Notice(what, (base_name(path),), "save it with commas if this is wrong", len(records))
-    yield from read_rows(records, columns, TableFolder(parent(path), needs.allow_urls), {})
-
-
-def _read_text(path: Location) -> str:
     data = read_bytes(path)
     try:
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise SourceError(
@@ -340,6 +326,14 @@ def _read_text(path: Location) -> str:
             found=f"the bytes {data[error.start : error.end]!r}",
             do="save it as UTF-8 (spreadsheets call it “CSV UTF-8”)",
         ) from error
+    names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, text)
+    if not records:
+        raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
+    columns = find_columns(names, path, needs)
+    if suffix(path) == ".csv" and (delimiter := delimiter_of(text)) != ",":
+        what = f"rows of a .csv have their cells separated by {DELIMITERS[delimiter]}, not commas"
+        yield Notice(what, (base_name(path),), "save it with commas if this is wrong", len(records))
+    yield from read_rows(records, columns, TableFolder(parent(path), needs.allow_urls), {})
 
 
 def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:

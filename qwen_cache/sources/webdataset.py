@@ -156,7 +156,13 @@ def _read_samples(
         yield from (problem for problem in samples if isinstance(problem, Problem))
         return
     parts.check(first)
-    columns = _find_columns(names, first, parts, needs)
+    given = dict.fromkeys("prompts" if name in ("prompt", "json") else name for name in names)
+    if needs.prompt and "prompts" not in given:
+        do = f"add it, or name the right part: {setting('prompt', 'NAME')}"
+        seen = ", ".join(parts.seen)
+        raise SourceError("no part holds the prompt", where=first, expected="KEY.txt or KEY.json", found=seen, do=do)
+    columns = find_columns([*given], first, parts.needs(needs), "part", list(parts.seen))
+    columns |= {role: [] for role in LEFT_OUT}  # a tar has no such part
     key = needs.columns.prompt
     records = (each if isinstance(each, Problem) else _record(*each, columns, needs, key, memory) for each in samples)
     used = {"prompt", "json", *(name for named in columns.values() for name in named)}
@@ -168,17 +174,6 @@ def _read_samples(
         if name not in used
     )
     yield from read_rows(records, columns, TableFolder(parent(first)), {})
-
-
-def _find_columns(names: Iterable[str], where: Location, parts: Parts, needs: Needs) -> Columns:
-    """The columns; SourceError, with the parts that there are, for a role that no sample has."""
-    columns = dict.fromkeys("prompts" if name in ("prompt", "json") else name for name in names)
-    if needs.prompt and "prompts" not in columns:
-        do = f"add it, or name the right part: {setting('prompt', 'NAME')}"
-        found = ", ".join(parts.seen)
-        raise SourceError("no part holds the prompt", where=where, expected="KEY.txt or KEY.json", found=found, do=do)
-    by_role = find_columns([*columns], where, parts.needs(needs), "part", list(parts.seen))
-    return by_role | {role: [] for role in LEFT_OUT}  # a tar has no such part
 
 
 def _without_role(member: str) -> Notice:
@@ -193,9 +188,13 @@ def _read_tar(
     invalid: set[str] = set()
     members = memory.read("members", str(path), [path], lambda: json.dumps(list(_members(path))).encode())
     for info in starmap(Listed, json.loads(members)):
-        fault = _fault(info)
+        fault: tuple[str, str] | None = None
         key, (column, kind) = _key(info.name), parts.column(info.name)
-        if fault is None and column in samples.get(key, {}):
+        if info.name.startswith("/") or ".." in info.name.split("/"):
+            fault = "the name leads out of the tar", "pack it again with plain relative names"
+        elif not info.is_plain:
+            fault = "this is not a plain file", "pack the file itself, not a link to it"
+        elif column in samples.get(key, {}):
             do = f"remove the wrong one, or name the right part: {setting(column.partition('_')[0], _part(info.name))}"
             fault = f"there are two for the {column} of {key}", do
         if fault:
@@ -255,14 +254,6 @@ def _members(path: Location) -> Iterator[Listed]:
 def _part(member: str) -> str:
     """The part of a member's name that says what it holds: `target.png` of `cats/017.target.png`."""
     return member.rpartition("/")[2].partition(".")[2]
-
-
-def _fault(info: Listed) -> tuple[str, str] | None:
-    if info.name.startswith("/") or ".." in info.name.split("/"):
-        return "the name leads out of the tar", "pack it again with plain relative names"
-    if not info.is_plain:
-        return "this is not a plain file", "pack the file itself, not a link to it"
-    return None
 
 
 def _key(name: str) -> str:
