@@ -47,10 +47,14 @@ def compare(folder: Location, manifest: Manifest | None, source: str, settings: 
     _check(cache, settings)
     plan, cached = _plan(cache, settings, source)
     new = sum(sample.reasons == (NEW,) for sample in plan.missing)
+    # Cached samples would have another name, number of rows or place in the list.
+    ours = {each.key: (each.key, each.row.name, each.source_rows) for each in plan.samples if each.key in cached}
+    listed = zip(cached, cached.each("name"), cached.each("source_rows"), strict=True)
+    theirs = [each for each in listed if each[0] in ours]
     counts = {
         "new": new,
         "changed": len(plan.missing) - new,
-        "renamed_or_moved": _listed_otherwise(plan, cached),
+        "renamed_or_moved": sum(now != before for now, before in zip(ours.values(), theirs, strict=True)),
         "removed": len(plan.removed),
         "problems": len(plan.problems) + sum(notice.count for notice in plan.notices if notice.is_fault),
     }
@@ -104,11 +108,3 @@ def _plan(cache: Cache, settings: Config, source: str) -> tuple[BuildPlan, Keyed
         memory = RememberedImages.of(source, settings.data)
         plan = make_plan(job.rows, job.problems, rules, cached, on_row=lambda: advance(1), memory=memory)
     return replace(plan, notices=(*job.notices, *plan.notices)), cached
-
-
-def _listed_otherwise(plan: BuildPlan, cached: KeyedRows) -> int:
-    """How many cached samples would have another name, number of rows or place in the list."""
-    ours = {each.key: (each.key, each.row.name, each.source_rows) for each in plan.samples if each.key in cached}
-    listed = zip(cached, cached.each("name"), cached.each("source_rows"), strict=True)
-    theirs = [each for each in listed if each[0] in ours]
-    return sum(now != before for now, before in zip(ours.values(), theirs, strict=True))

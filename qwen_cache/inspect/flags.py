@@ -136,19 +136,13 @@ def tensors(column: pa.Array) -> Tensors:
     shapes, dtypes = pc.struct_field(column, "shape"), pc.struct_field(column, "dtype")
     known = integers(pc.index_in(dtypes, value_set=pa.array(list(BYTES_PER_ELEMENT))))
     sizes = ELEMENT_SIZES[known]
-    nbytes = sizes * _products(shapes)
+    counts, values = integers(pc.list_value_length(shapes)), integers(shapes.flatten())
+    nbytes, some = sizes.copy(), counts > 0  # the product of an empty shape is 1
+    if some.any():
+        nbytes[some] *= np.multiply.reduceat(values, (np.cumsum(counts) - counts)[some])
     codecs, lengths = pc.struct_field(column, "codec"), integers(pc.struct_field(column, "length"))
     compressed = codecs.is_valid().to_numpy(zero_copy_only=False)
     return Tensors(shapes, sizes, nbytes, np.where(compressed, lengths, nbytes))
-
-
-def _products(lists: pa.Array) -> Integers:
-    """The product of each list; 1 for an empty list."""
-    lengths, values = integers(pc.list_value_length(lists)), integers(lists.flatten())
-    products, some = np.ones(len(lengths), np.int64), lengths > 0
-    if some.any():
-        products[some] = np.multiply.reduceat(values, (np.cumsum(lengths) - lengths)[some])
-    return products
 
 
 def digests(column: pa.Array) -> Digests:
@@ -427,7 +421,9 @@ def _block_features(start: int, signatures: Signatures) -> Features:
     across = (rough[:, :, 1:] - rough[:, :, :-1]).reshape(len(signatures), -1)
     down = (rough[:, 1:] - rough[:, :-1]).reshape(len(signatures), -1)
     has_edges = np.minimum(np.square(across).mean(1), np.square(down).mean(1)) >= MIN_EDGES**2
-    colours = _coarse(images[..., 1:] - 128)
+    each = SIDE // COLOUR_SIDE  # the mean colours of squares: [N, 12, 12, 2] to [N, 72]
+    squares = (images[..., 1:] - 128).reshape(len(signatures), COLOUR_SIDE, each, COLOUR_SIDE, each, 2)
+    colours: Singles = squares.mean(axis=(2, 4)).reshape(len(signatures), -1)
     colours[np.abs(colours).max(1) < MIN_COLOUR] = 0
     colours /= np.maximum(rough.std(axis=(1, 2)), 1)[:, None]
     return Features(start + np.arange(len(signatures)), _unit(across), _unit(down), colours).subset(has_edges)
@@ -437,14 +433,6 @@ def _unit(vectors: Singles) -> Singles:
     lengths = np.sqrt(np.square(vectors).sum(1, keepdims=True))
     unit: Singles = vectors / np.maximum(lengths, np.float32(1e-6))
     return unit
-
-
-def _coarse(colours: Singles) -> Singles:
-    """Mean colours of squares: `[N, 12, 12, 2]` to `[N, 72]`."""
-    each = SIDE // COLOUR_SIDE
-    squares = colours.reshape(len(colours), COLOUR_SIDE, each, COLOUR_SIDE, each, 2)
-    means: Singles = squares.mean(axis=(2, 4))
-    return means.reshape(len(colours), -1)
 
 
 # ---- flags -----------------------------------------------------------------------------------------------------------
@@ -558,7 +546,14 @@ def repeated_targets(table: pa.Table) -> Integers:
         return order
     wanted = np.zeros(table.num_rows, bool)
     wanted[order] = True
-    prompts = _hashes_of_prompts(table, wanted)[np.searchsorted(np.flatnonzero(wanted), order)]
+    # Prompts are compared by xxh3-128, the equality that keys of samples rely on too.
+    parts, begin = [np.empty((0, 2), np.uint64)], 0
+    for batch in batches(table, ("prompt",)):
+        chosen = batch["prompt"].filter(pa.array(wanted[begin : begin + len(batch)])).cast(pa.binary())
+        data = b"".join(xxhash.xxh3_128_digest(text) for text in chosen.to_pylist())
+        parts.append(np.frombuffer(data, ">u8").reshape(-1, 2).astype(np.uint64))
+        begin += len(batch)
+    prompts = np.concatenate(parts)[np.searchsorted(np.flatnonzero(wanted), order)]
     first = np.repeat(prompts[begins], sizes, axis=0)
     differs = np.logical_or.reduceat((prompts != first).any(axis=1), np.flatnonzero(begins))
     return np.sort(order[np.repeat(differs, sizes)])
@@ -579,17 +574,6 @@ def by_target(table: pa.Table) -> tuple[Integers, Bools, Integers]:
     begins[1:] = (hashes[1:] != hashes[:-1]).any(axis=1)
     sizes = np.diff(np.append(np.flatnonzero(begins), len(order)))
     return positions[order], begins, sizes
-
-
-def _hashes_of_prompts(table: pa.Table, wanted: Bools) -> Digests:
-    """xxh3-128 of the prompts of the wanted rows: the equality that keys of samples rely on too."""
-    parts, begin = [np.empty((0, 2), np.uint64)], 0
-    for batch in batches(table, ("prompt",)):
-        chosen = batch["prompt"].filter(pa.array(wanted[begin : begin + len(batch)])).cast(pa.binary())
-        data = b"".join(xxhash.xxh3_128_digest(text) for text in chosen.to_pylist())
-        parts.append(np.frombuffer(data, ">u8").reshape(-1, 2).astype(np.uint64))
-        begin += len(batch)
-    return np.concatenate(parts)
 
 
 # ---- of the tensors --------------------------------------------------------------------------------------------------

@@ -322,7 +322,9 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def _remove_older(folder: Path, digest: str) -> None:
     remove_left(folder)
     for old in list(folder.iterdir()):
-        if OURS.fullmatch(old.name) and old.name != digest and _has_only_ours(old):
+        if not OURS.fullmatch(old.name) or old.name == digest or not old.is_dir():
+            continue
+        if all(SCRIPT.fullmatch(path.name) for path in old.iterdir()):
             removed = old.with_name(f".{old.name}{REMOVED}")
             replace(old, removed)
             _remove_files(removed)
@@ -335,10 +337,6 @@ def _remove_files(folder: Path) -> None:
     for path in list(folder.iterdir()):
         path.unlink()
     folder.rmdir()
-
-
-def _has_only_ours(folder: Path) -> bool:
-    return folder.is_dir() and all(SCRIPT.fullmatch(path.name) for path in folder.iterdir())
 
 
 def write_files(folder: Path, listing: PageSamples, source: ImageSource) -> tuple[dict[str, Any], str]:
@@ -374,8 +372,14 @@ def write_files(folder: Path, listing: PageSamples, source: ImageSource) -> tupl
     digits = 1
     while listing.count > BUCKET * 16**digits:
         digits += 1
-    for name, value in _buckets(listing.keys(), digits):
-        write(name, value)
+    # For each start of a key its file: the next digits of each key, and its position.
+    keys = listing.keys()
+    order = np.argsort(keys)
+    bounds = np.searchsorted(keys[order] >> np.uint64(64 - 4 * digits), np.arange(16**digits + 1))
+    for bucket in range(16**digits):
+        positions = order[bounds[bucket] : bounds[bucket + 1]]
+        starts = [f"{key:016x}"[digits : digits + KEY_DIGITS] for key in keys[positions].tolist()]
+        write(f"keys-{bucket:0{digits}x}", (starts, positions.tolist()))
     numbers = {"chunk": CHUNK, "pack": PACK, "section": SECTION, "key_digits": digits, "near": len(near)}
     facts = listing.facts() | numbers | {"flag_names": list(FLAGS), "has_images": bool(len(listing.with_images))}
     return facts, digest.hexdigest()
@@ -386,16 +390,6 @@ def _images(listing: PageSamples, source: ImageSource, begin: int, end: int) -> 
     found = [list(source(listing.sample(i))) if listing.has_images[i] else [] for i in range(begin, end)]
     titles = [[image.title for image in images] for images in found]
     return titles, [[data_url(image) for image in images] for images in found]
-
-
-def _buckets(keys: Any, digits: int) -> Iterator[tuple[str, tuple[list[str], list[int]]]]:
-    """For each start of a key its file: the next digits of each key, and its position."""
-    order = np.argsort(keys)
-    bounds = np.searchsorted(keys[order] >> np.uint64(64 - 4 * digits), np.arange(16**digits + 1))
-    for bucket in range(16**digits):
-        positions = order[bounds[bucket] : bounds[bucket + 1]]
-        starts = [f"{key:016x}"[digits : digits + KEY_DIGITS] for key in keys[positions].tolist()]
-        yield f"keys-{bucket:0{digits}x}", (starts, positions.tolist())
 
 
 # ---- page ------------------------------------------------------------------------------------------------------------

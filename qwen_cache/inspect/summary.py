@@ -23,7 +23,6 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS
 from qwen_cache.inspect.flags import (
     Digests,
     Flagged,
-    Images,
     Integers,
     batches,
     count_into,
@@ -100,10 +99,7 @@ class Counts:
             self.edit_masks += len(batch) - batch["edit_mask"].null_count
             origins = pc.value_counts(batch["edit_mask_from"].drop_null()).to_pylist()
             self.masks_from.update({each["values"]: each["counts"] for each in origins if each["values"]})
-        self._add_tensors(batch)
-        self._add_digests(batch, found)
 
-    def _add_tensors(self, batch: pa.RecordBatch) -> None:
         for name in (name for name in TENSORS[2] if name in batch.schema.names):
             stored = tensors(batch[name])
             if len(stored.nbytes):
@@ -114,7 +110,6 @@ class Counts:
                 row_bytes = widths * stored.element_sizes
                 self.saved["prefix_bytes"] += int((integers(batch["prefix_length"]) * row_bytes).sum())
 
-    def _add_digests(self, batch: pa.RecordBatch, found: Images) -> None:
         targets, controls = batch["target"], batch["controls"]
         numbers = integers(pc.list_value_length(controls))
         if (numbers != found.counts - 1).any():

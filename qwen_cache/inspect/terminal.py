@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qwen_cache.format.cache import Sample, find_sample, open_recipes
+from qwen_cache.format.cache import find_sample, open_recipes
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.inspect.flags import numbers, statistics
 from qwen_cache.inspect.summary import (
@@ -54,15 +54,12 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
         "offset": row.entry.offset,
         "length": row.entry.length,
         "tensors": {
-            name: spec.to_json() | {"offset": offsets[name], "bytes": spec.nbytes} | _statistics(sample, name)
+            name: spec.to_json()
+            | {"offset": offsets[name], "bytes": spec.nbytes}
+            | ({} if name == "thumbnails" else statistics(numbers(sample, name)))  # which are an image file
             for name, spec in meta.tensors.items()
         },
     }
-
-
-def _statistics(sample: Sample, name: str) -> dict[str, float]:
-    """The statistics of a tensor; none of thumbnails, which are the bytes of an image file."""
-    return {} if name == "thumbnails" else statistics(numbers(sample, name))
 
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
@@ -116,12 +113,14 @@ def _print_recipe(out: Any, name: str, surveyed: RecipeSurvey) -> None:
         facts.add_row("" if i else "flags", line)
     out.print(facts)
     out.print()
-    sizes = {tensor: human_bytes(count) for tensor, count in recipe["tensor_bytes"].items()}
+    sizes = Table(title="tensor", title_justify="left", box=None, show_header=False)
+    for tensor, count in recipe["tensor_bytes"].items():
+        sizes.add_row(tensor, human_bytes(count))
     tables = [
         _histogram("target", recipe["resolutions"]),
         _histogram("text tokens", labelled_bins(recipe["histograms"]["text_tokens"])),
         _histogram("controls", recipe["controls"]),
-        _two_columns("tensor", sizes),
+        sizes,
     ]
     out.print(Columns(tables, padding=(1, 3)))
     if recipe["batches"]:
@@ -156,15 +155,6 @@ def _histogram(title: str, counts: dict[str, int]) -> Any:
         table.add_row(value, "█" * max(count > 0, round(BAR_WIDTH * count / largest)), str(count))
     if len(counts) > MAX_BINS:
         table.add_row(f"{len(counts) - MAX_BINS} others", "", str(sum(list(counts.values())[MAX_BINS:])))
-    return table
-
-
-def _two_columns(title: str, values: dict[str, str]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=None, show_header=False)
-    for name, value in values.items():
-        table.add_row(name, value)
     return table
 
 

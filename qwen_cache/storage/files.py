@@ -281,7 +281,8 @@ def locked(path: Path, *, remove: bool = False) -> Iterator[int]:
             raise NoLocksError(error.errno, error.strerror, str(path)) from None
         with naming(path):
             if not (free and _is_at(path, file)):
-                raise LockHeldError(_holder(file))
+                file.seek(1)  # Windows lets nobody else read the first byte
+                raise LockHeldError(file.read().decode("utf-8", "replace").strip() or "unknown")
         try:
             with suppress(OSError):  # the name of the holder is for messages alone: `gc` works on a full disk
                 file.truncate(0)
@@ -320,12 +321,6 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 def _open_no_link(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
-
-
-def _holder(file: FileIO) -> str:
-    """The holder of the lock, from the file: after the first byte, which Windows lets nobody else read."""
-    file.seek(1)
-    return file.read().decode("utf-8", "replace").strip() or "unknown"
 
 
 # ---- the user's folder -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from array import array
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -92,7 +92,13 @@ def remembered(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> 
     digest = compute()
     settled = all(is_settled(state, now) for state in states)
     if digest and settled and states == [file_state(path) for path in files]:
-        _remember(name, _checked(states, digest))
+        with suppress(OSError, RuntimeError):  # no folder, or none that can be written to, costs time alone
+            entry = _entry(name)
+            entry.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(entry, shared=True) as temporary, open(temporary, "wb") as file:
+                file.write(json.dumps(_checked(states, digest)).encode())
+                file.flush()
+                sync(file)
     return digest
 
 
@@ -116,17 +122,6 @@ def is_settled(state: list[int], now: int) -> bool:
 def _entry(name: str) -> Path:
     """RuntimeError for a user without a home."""
     return cache_home() / "digests" / f"{name}.json"
-
-
-def _remember(name: str, value: dict[str, object]) -> None:
-    """Write the entry atomically; a folder that cannot be written to, or a missing one, costs time alone."""
-    with suppress(OSError, RuntimeError):
-        entry = _entry(name)
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(entry, shared=True) as temporary, open(temporary, "wb") as file:
-            file.write(json.dumps(value).encode())
-            file.flush()
-            sync(file)
 
 
 # ---- remembered files ------------------------------------------------------------------------------------------------
@@ -407,9 +402,17 @@ def find_fault(folder: Path, digest: Callable[[Path], str] = file_digest) -> Fau
             return Fault(CHANGED, path, f"xxh3-128 {claimed}", found)
         expected = {name: (entry["bytes"], entry["xxh3_128"]) for name, entry in listed["files"].items()}
         here = _files(folder)
-        return _fault_of_names(folder, expected.keys(), here) or next(
-            (fault for name in expected if (fault := _fault_of_file(here[name], *expected[name], digest))), None
-        )
+        for name in sorted(expected.keys() - here.keys()):
+            return Fault("a file is missing", folder / name)
+        for name in sorted(here.keys() - expected):
+            if name.endswith(LOADED):
+                return Fault(UNLISTED, here[name])
+        for name, (size, claimed) in expected.items():
+            if (found_size := here[name].stat().st_size) != size:
+                return Fault(CHANGED, here[name], f"{size} bytes", f"{found_size}")
+            if (found := digest(here[name])) != claimed:
+                return Fault(CHANGED, here[name], f"xxh3-128 {claimed}", found)
+        return None
     except FileNotFoundError as error:
         return Fault("a file is missing", Path(error.filename or path))
     except OSError as error:
@@ -423,21 +426,6 @@ def _files(folder: Path) -> dict[str, Path]:
     files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
     files.pop(NAME, None)
     return files
-
-
-def _fault_of_names(folder: Path, expected: Set[str], here: dict[str, Path]) -> Fault | None:
-    for name in sorted(expected - here.keys()):
-        return Fault("a file is missing", folder / name)
-    for name in sorted(here.keys() - expected):
-        if name.endswith(LOADED):
-            return Fault(UNLISTED, here[name])
-    return None
-
-
-def _fault_of_file(path: Path, size: int, claimed: str, digest: Callable[[Path], str]) -> Fault | None:
-    if (found_size := path.stat().st_size) != size:
-        return Fault(CHANGED, path, f"{size} bytes", f"{found_size}")
-    return None if (found := digest(path)) == claimed else Fault(CHANGED, path, f"xxh3-128 {claimed}", found)
 
 
 # ---- safetensors files -----------------------------------------------------------------------------------------------
@@ -468,11 +456,11 @@ def check_safetensors(path: Path, error: type[QwenCacheError]) -> None:
     with open(open_file(path), "rb") as file:
         begin = _begin(file)
         try:
-            claimed = _claimed(begin)
+            claimed = str(parse_json(begin[8:])["__metadata__"][KEY])
         except RepeatedKeyError as fault:
             do = "save it again, or get it again from where it is from"
             raise error(f"its header cannot be read: {fault}", where=path, do=do) from None
-        if claimed is None:
+        except (ValueError, LookupError, TypeError):  # no checksum, or another kind of file
             return
         digest = xxhash.xxh3_128(begin.replace(_zip_entry(claimed), _zip_entry(ZEROS)))
         update_from(file, digest)
@@ -485,16 +473,6 @@ def _begin(file: IO[bytes]) -> bytes:
     length = file.read(8)
     size = int.from_bytes(length, "little")
     return length + file.read(size) if size <= LONGEST_HEADER else length
-
-
-def _claimed(begin: bytes) -> str | None:
-    """The checksum in a header; None without one, or in a file of another kind. RepeatedKeyError for a key twice."""
-    try:
-        return str(parse_json(begin[8:])["__metadata__"][KEY])
-    except RepeatedKeyError:
-        raise
-    except (ValueError, LookupError, TypeError):
-        return None
 
 
 def _zip_entry(digest: str) -> bytes:

@@ -205,7 +205,7 @@ class Url:
         def ask(files: Any, path: str) -> dict[str, str]:
             files.invalidate_cache()
             top = path.rstrip("/")
-            if _is_http(files):
+            if "http" in ([files.protocol] if isinstance(files.protocol, str) else files.protocol):
                 return {name.removeprefix(top + "/"): "" for name in _walk(files, top)}
             entries: Iterable[Any] = files.find(top, detail=True).values() if deep else files.ls(top, detail=True)
             found = ((str(each["name"]).removeprefix(top + "/"), each) for each in entries)
@@ -288,10 +288,6 @@ def _options(address: str) -> dict[str, Any]:
     from qwen_cache.storage.http_client import bounded_client
 
     return {protocol: {"get_client": bounded_client} for protocol in protocols}
-
-
-def _is_http(files: Any) -> bool:
-    return "http" in ([files.protocol] if isinstance(files.protocol, str) else files.protocol)
 
 
 def _within(files: Any, seconds: float) -> dict[str, float]:

@@ -544,7 +544,8 @@ def _commit(
         def within(url: Url) -> str:
             return str(system.resolve_path(str(url)).path_in_repo)
 
-        operations: list[Any] = [CommitOperationAdd(within(each), _content(data)) for each, data in files.items()]
+        sources = {each: data if isinstance(data, bytes) else str(data) for each, data in files.items()}
+        operations: list[Any] = [CommitOperationAdd(within(each), data) for each, data in sources.items()]
         operations += [CommitOperationDelete(within(each)) for each in remove]
         options = {"repo_type": "dataset", "revision": place.revision, "commit_message": message}
         try:
@@ -557,10 +558,6 @@ def _commit(
         return True
 
     return url.call(commit, "writing", bounds.PATIENCE + size / bounds.SLOWEST)
-
-
-def _content(data: bytes | Path) -> bytes | str:
-    return data if isinstance(data, bytes) else str(data)
 
 
 def _hub_list(files: Any, path: str) -> Listing:

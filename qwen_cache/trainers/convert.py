@@ -176,7 +176,10 @@ def make_plan(job: ImportJob, on_bytes: Callable[[int], None] = lambda _: None) 
                 raise each
             sample = each.read()
             if not plan.samples:
-                plan, width = replace(plan, recipe=job.recipe(job.dtype or _smallest_dtype(sample))), _width(sample)
+                is_bfloat16 = all(tensor.dtype == torch.bfloat16 for tensor in sample.tensors.values())
+                exact: Dtype = "bfloat16" if is_bfloat16 else "float32"
+                plan = replace(plan, recipe=job.recipe(job.dtype or exact))
+                width = sample.tensors["prompt_embeds"].shape[1]
             _check(sample, each.where, job.model, plan.dtype, width)
             meta, _ = describe(sample, recipe_id(plan.recipe), plan.dtype)
         except SourceError as error:
@@ -219,7 +222,12 @@ def run(
     staging = open_staging(update, recipe_id(plan.recipe), int(cache.shard_size), copies=LocalCopies.of_settings(cache))
 
     def write(key: str) -> None:
-        staging.add(*compress(*_read_again(plan, key), job.config.cache.compression))
+        source = plan.samples[key].source
+        meta, data = describe(source.read(), recipe_id(plan.recipe), plan.dtype)
+        if meta.key != key:
+            do = "run the import again"
+            raise SourceError("this sample changed while it was imported", where=source.where, do=do)
+        staging.add(*compress(meta, data, cache.compression))
 
     recipes = {**update.existing.recipes, job.recipe_name: plan.recipe}
     written_by = {"qwen-cache": __version__, "torch": version("torch")}
@@ -250,14 +258,6 @@ def describe(sample: ImportedSample, recipe: str, dtype: torch.dtype) -> tuple[S
     return SampleMeta(recipe, inputs, sample.prompt, sample.img_shapes, prefix_length, specs), data
 
 
-def _read_again(plan: ImportPlan, key: str) -> tuple[SampleMeta, dict[str, memoryview]]:
-    sample = plan.samples[key].source
-    meta, data = describe(sample.read(), recipe_id(plan.recipe), plan.dtype)
-    if meta.key != key:
-        raise SourceError("this sample changed while it was imported", where=sample.where, do="run the import again")
-    return meta, data
-
-
 def _check(sample: ImportedSample, where: str, model: ModelFolder, dtype: torch.dtype, width: int) -> None:
     """SourceError if the model cannot have made the sample, or the dataset cannot store it."""
     controls, most = len(sample.img_shapes) - 1, model.max_controls
@@ -276,33 +276,16 @@ def _check(sample: ImportedSample, where: str, model: ModelFolder, dtype: torch.
         if EXACT_IN[tensor.dtype] == torch.float32 and dtype == torch.bfloat16:
             do = "import everything with --dtype float32"
             raise SourceError(f"bfloat16 would lose digits of {name}", where=where, found=tensor.dtype, do=do)
-    _check_shapes(sample, where, width)
-
-
-def _check_shapes(sample: ImportedSample, where: str, width: int) -> None:
-    """SourceError unless latents have the tokens of `img_shapes`, and all embeddings have one width."""
+    # Latents have the tokens of `img_shapes`, and all embeddings have one width.
     latents = {"image_latents": sample.img_shapes[:1], "control_latents": sample.img_shapes[1:]}
     expected = {name: [token_count(shapes), LATENT_CHANNELS] for name, shapes in latents.items() if shapes}
-    shapes = {name: list(tensor.shape) for name, tensor in sample.tensors.items() if name in latents}
-    if shapes != expected:
-        raise SourceError(
-            f"the latents do not fit the image sizes {[list(shape) for shape in sample.img_shapes]}",
-            where=where,
-            expected=expected,
-            found=shapes,
-        )
+    found = {name: list(tensor.shape) for name, tensor in sample.tensors.items() if name in latents}
+    if found != expected:
+        what = f"the latents do not fit the image sizes {[list(shape) for shape in sample.img_shapes]}"
+        raise SourceError(what, where=where, expected=expected, found=found)
     widths = {tensor.shape[1] for name, tensor in sample.tensors.items() if name not in latents}
     if widths != {width}:
         raise SourceError("the embeddings have another width", where=where, expected=width, found=sorted(widths))
-
-
-def _smallest_dtype(sample: ImportedSample) -> Dtype:
-    """The smallest dtype that represents this sample exactly."""
-    return "bfloat16" if all(t.dtype == torch.bfloat16 for t in sample.tensors.values()) else "float32"
-
-
-def _width(sample: ImportedSample) -> int:
-    return sample.tensors["prompt_embeds"].shape[1]
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -345,8 +328,14 @@ class ExportPlan:
 def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> ExportPlan:
     """Read the index. ConfigError for a cache that the tool's models cannot read, and for an unknown `leave_out`."""
     tool = TOOLS[name]
-    _check_family(cache, tool)
-    _check_names(leave_out)
+    pipelines = {pipeline.name for pipeline in QWEN_IMAGE.pipelines}
+    if (found := cache.recipe.recipe.get("pipeline")) not in pipelines:
+        what = f"{tool.title} has no trainer for caches of this model"
+        raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
+    known = {"empty_prompt_embeds", "edit_mask"}
+    if unknown := [each for each in leave_out if each not in known]:
+        what, expected = "this tensor cannot be left out", " or ".join(sorted(known))
+        raise ConfigError(what, where="--leave-out", expected=expected, found=unknown[0])
     rows, problems, left_out, size = dict[int, IndexRow](), list[Problem](), Counter[str](), 0
     refusal_of = tool.refusing(row.meta for row in cache.rows() if "image_latents" in row.meta.tensors)
     for i, row in enumerate(cache.rows()):
@@ -391,21 +380,6 @@ class _Samples(Sequence[NamedSample]):
     def __getitem__(self, index: int) -> NamedSample:  # type: ignore[override]
         position, stem = self._stems[index]
         return NamedSample(stem, self._cache[position])
-
-
-def _check_family(cache: Cache, tool: Tool) -> None:
-    pipelines = {pipeline.name for pipeline in QWEN_IMAGE.pipelines}
-    if (found := cache.recipe.recipe.get("pipeline")) not in pipelines:
-        what = f"{tool.title} has no trainer for caches of this model"
-        raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
-
-
-def _check_names(named: Sequence[str]) -> None:
-    known = {"empty_prompt_embeds", "edit_mask"}
-    if unknown := [name for name in named if name not in known]:
-        raise ConfigError(
-            "this tensor cannot be left out", where="--leave-out", expected=" or ".join(sorted(known)), found=unknown[0]
-        )
 
 
 def _left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> ConfigError | None:

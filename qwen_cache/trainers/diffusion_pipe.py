@@ -200,11 +200,8 @@ def _text_of(bucket: Path, latents: Pieces) -> Pieces:
             found=", ".join(path.parent.name for path in found) or "none",
         )
     text = open_pieces(found[0])
-    return text if indexes else _in_order(text, latents)
-
-
-def _in_order(text: Pieces, latents: Pieces) -> Pieces:
-    """The pieces of `text` whose images are in `latents`, in the order there."""
+    if indexes:
+        return text
     places: dict[tuple[object, ...], list[tuple[Path, int, int]]] = defaultdict(list)
     for i, location in enumerate(text.locations):
         places[tuple(text.load(i).get("image_spec") or ())].append(location)
@@ -303,7 +300,8 @@ def _write_group(export: Export, cache: Path, shape: tuple[int, int, int], membe
     )
     metadata.save_to_disk(str(cache / "metadata" / f"grouped_metadata_{_ratio(shape)}_1"))
     bucket = (ratio, *_size(ratio, resolution), 1)
-    order = datasets.Dataset.from_dict({"i": list(range(len(named)))}).shuffle(seed=_seed(bucket))["i"]
+    seed = int(hashlib.md5(str(bucket).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9  # its own
+    order = datasets.Dataset.from_dict({"i": list(range(len(named)))}).shuffle(seed=seed)["i"]
     folder = cache / f"cache_{_ratio(shape)}x{bucket[1]}x{bucket[2]}x1" / "latents"
     _write_pieces(folder, (_latents(export, named[i]) for i in order))
     folder = cache / f"ar_frames_{_ratio(shape)}_1" / "text_embeddings_1"
@@ -336,11 +334,6 @@ def _size(ratio: float, resolution: int) -> tuple[int, int]:
     width = math.sqrt(resolution**2 * ratio)
     sides = width, resolution**2 / width
     return int(round(sides[0] / MULTIPLE) * MULTIPLE), int(round(sides[1] / MULTIPLE) * MULTIPLE)
-
-
-def _seed(value: object) -> int:
-    """Its seed for a size."""
-    return int(hashlib.md5(str(value).encode(), usedforsecurity=False).hexdigest(), 16) % 10**9
 
 
 def _write_pieces(folder: Path, items: Iterable[dict[str, Any]]) -> None:

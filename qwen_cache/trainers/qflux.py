@@ -70,8 +70,17 @@ MD5_DIGITS = 32  # digits of a file's hash; a perceptual hash has 16
 def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
     """The samples in `folder`, sorted by the name of their JSON."""
     paths = sorted([*folder.glob("metadata/*.json"), *folder.glob("*_metadata.json")])
+    if not paths and (folder / "pixel_latent").is_dir():
+        raise SourceError(
+            "this early layout does not store which latents belong to which embeddings",
+            where=folder,
+            expected="metadata/*.json",
+            found="pixel_latent/ without metadata",
+            do="run `qwen-cache build` on the images",
+        )
     if not paths:
-        raise _no_samples(folder)
+        expected = "metadata/*.json or *_metadata.json"
+        raise SourceError("not a cache of qwen-image-finetune", where=folder, expected=expected, found="none")
     prompts = _prompts(options.captions)
     samples: dict[Path, dict[str, Any]] = {}
     for path in paths:
@@ -86,20 +95,6 @@ def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
     for path, entry in samples.items():
         if path not in ambiguous:
             yield _found_sample(folder, path, entry, prompts, options)
-
-
-def _no_samples(folder: Path) -> SourceError:
-    if (folder / "pixel_latent").is_dir():
-        return SourceError(
-            "this early layout does not store which latents belong to which embeddings",
-            where=folder,
-            expected="metadata/*.json",
-            found="pixel_latent/ without metadata",
-            do="run `qwen-cache build` on the images",
-        )
-    return SourceError(
-        "not a cache of qwen-image-finetune", where=folder, expected="metadata/*.json or *_metadata.json", found="none"
-    )
 
 
 def _parse(path: Path) -> dict[str, Any]:
