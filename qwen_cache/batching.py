@@ -100,17 +100,12 @@ class Epochs:
             taken = (epoch * rest - np.argsort(ring) + count - 1) // max(1, count)  # from the ring in earlier epochs
             turns = epoch * repeats + taken[chosen] + np.repeat(np.arange(repeats + 1), [count] * repeats + [rest])
             lengths = np.diff(part.begins, append=len(samples))
-            samples, positions = self._in_turns(i), part.begins[chosen] + turns % lengths[chosen]
+            # The alternatives, those of each image in a random order.
+            images = np.searchsorted(part.begins, np.arange(len(samples)), side="right")
+            samples = samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
+            positions = part.begins[chosen] + turns % lengths[chosen]
         order: IntArray = samples[positions]
         return order
-
-    def _in_turns(self, i: int) -> IntArray:
-        """The alternatives, those of each image in a random order."""
-        part = self.parts[i]
-        assert part.begins is not None
-        images = np.searchsorted(part.begins, np.arange(len(part.samples)), side="right")
-        ordered: IntArray = part.samples[np.lexsort((random(self.seed, i, TURNS).random(len(images)), images))]
-        return ordered
 
 
 def random(seed: int, epoch: int, stream: int) -> np.random.Generator:
@@ -213,13 +208,35 @@ class BatchPlan:
         TrainError for a sample that exceeds `max_tokens`,
         ConfigError where `drop_last` cannot apply.
         """
-        _check_budget(tokens, config, name)
+        total = tokens.sum(0)
+        if config.max_tokens is not None and total.max(initial=0) > config.max_tokens:
+            largest = int(total.argmax())
+            image, text = tokens[:, largest].tolist()
+            of_parts = f": {image:,} of its images, {text:,} of its text" if text else ""
+            more = int((total > config.max_tokens).sum()) - 1
+            fewer = "lower train.noise_draws, or" if config.noise_draws > 1 else "or"
+            raise TrainError(
+                f"sample {name(largest)} alone exceeds train.max_tokens" + (f", and so do {more} more" if more else ""),
+                expected=f"at most {config.max_tokens:,} tokens",
+                found=f"{image + text:,}{of_parts}",
+                do=f"set train.max_tokens={image + text} or more, {fewer} build the cache at a smaller "
+                "data.vae_image_size",
+            )
         self.tokens, self.config, self.loss_tokens, self.begin = tokens, config, loss_tokens, begin
         self.epochs = Epochs([MixturePart(np.arange(tokens.shape[1]))] if parts is None else parts, config.seed)
         samples = len(self.epochs)
         self.limit = config.batch_size or (max(1, samples) if config.max_tokens else 1)
         self.in_epoch = samples - (samples % self.limit if config.drop_last else 0)
-        _check_drop_last(config, samples, self.in_epoch)
+        if config.drop_last and config.max_tokens is not None:
+            do = "remove one of them: under a token budget, batches differ in size anyway"
+            raise ConfigError("train.drop_last is for a fixed train.batch_size, not for train.max_tokens", do=do)
+        if samples and not self.in_epoch:
+            raise ConfigError(
+                "train.drop_last leaves nothing to train",
+                expected=f"{config.batch_size} samples or more, as train.batch_size says",
+                found=samples,
+                do="lower train.batch_size, or set train.drop_last=false",
+            )
         self.bucketed = _bucketed(config)
         # at least two windows per epoch: with one, a small dataset would have nearly the same batches in every epoch
         window = min(config.bucketing_window, -(-samples // 2)) if self.bucketed else UNSORTED_WINDOW
@@ -446,37 +463,6 @@ def _whole(window: int, batch: int, run: int) -> int:
     """The window rounded down to whole batches, and to whole runs of batches where that changes it little."""
     runs = window // (batch * run)
     return batch * (runs * run if runs >= 4 else max(1, window // batch))
-
-
-def _check_budget(tokens: IntArray, config: BatchConfig, name: Callable[[int], str]) -> None:
-    """TrainError where the largest sample does not fit."""
-    total = tokens.sum(0)
-    if config.max_tokens is None or total.max(initial=0) <= config.max_tokens:
-        return
-    largest = int(total.argmax())
-    image, text = tokens[:, largest].tolist()
-    parts = f": {image:,} of its images, {text:,} of its text" if text else ""
-    more = int((total > config.max_tokens).sum()) - 1
-    fewer = "lower train.noise_draws, or" if config.noise_draws > 1 else "or"
-    raise TrainError(
-        f"sample {name(largest)} alone exceeds train.max_tokens" + (f", and so do {more} more" if more else ""),
-        expected=f"at most {config.max_tokens:,} tokens",
-        found=f"{image + text:,}{parts}",
-        do=f"set train.max_tokens={image + text} or more, {fewer} build the cache at a smaller data.vae_image_size",
-    )
-
-
-def _check_drop_last(config: BatchConfig, samples: int, in_epoch: int) -> None:
-    if config.drop_last and config.max_tokens is not None:
-        do = "remove one of them: under a token budget, batches differ in size anyway"
-        raise ConfigError("train.drop_last is for a fixed train.batch_size, not for train.max_tokens", do=do)
-    if samples and not in_epoch:
-        raise ConfigError(
-            "train.drop_last leaves nothing to train",
-            expected=f"{config.batch_size} samples or more, as train.batch_size says",
-            found=samples,
-            do="lower train.batch_size, or set train.drop_last=false",
-        )
 
 
 def _by_similar_length(tokens: IntArray, fill: FloatArray) -> IntArray:

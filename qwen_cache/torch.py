@@ -153,25 +153,21 @@ class CacheBatches(IterableDataset[Item]):
         here = _processes()
         self.rank, self.world_size = here[0] if rank is None else rank, here[1] if world_size is None else world_size
         self._config = BatchConfig(batch_size=batch_size, max_tokens=max_tokens, drop_last=drop_last, seed=seed)
-        self._check()
-        self._consumed, self._batches = 0, 0
-        self._plan: BatchPlan | None = None
-
-    def _check(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise ConfigError("no such rank", expected=f"0 to {self.world_size - 1}", found=self.rank)
-        if not 0 <= self.caption_dropout <= 1:
-            raise ConfigError("caption_dropout is a fraction", expected="0 to 1", found=self.caption_dropout)
+        if not 0 <= caption_dropout <= 1:
+            raise ConfigError("caption_dropout is a fraction", expected="0 to 1", found=caption_dropout)
         if not len(self.cache):
             raise ConfigError("the cache is empty", where=self.cache.folder)
         where = f"{self.cache.folder / INDEX_NAME}"
-        targets = self.cache.table["target"].null_count
-        if targets:
+        if targets := self.cache.table["target"].null_count:
             do = "train on another cache: these samples are images to generate"
             raise ConfigError("samples without a target cannot be trained", where=where, found=targets, do=do)
-        if self.caption_dropout and (missing := self.cache.table["empty_prompt_embeds"].null_count):
+        if caption_dropout and (missing := self.cache.table["empty_prompt_embeds"].null_count):
             do = "set caption_dropout=0, or build the cache from the images"
             raise ConfigError("samples lack the embeddings of the empty prompt", where=where, found=missing, do=do)
+        self._consumed, self._batches = 0, 0
+        self._plan: BatchPlan | None = None
 
     @property
     def plan(self) -> BatchPlan:
@@ -294,19 +290,7 @@ def _batch(parts: Sequence[_OfItem | _OfSample]) -> Item:
     )
     for name, lengths in (("latents_mask", images), ("is_target", targets), ("prompt_embeds_mask", texts)):
         torch.lt(torch.arange(batch[name].shape[1]), torch.tensor(lengths)[:, None], out=batch[name])
-    _fill(batch, parts, targets, images, texts)
-    batch["keys"] = [item["key"] for item in described]
-    batch["prompts"] = [item["prompt"] for item in described]
-    batch["img_shapes"] = [[list(shape) for shape in item["img_shapes"]] for item in described]
-    if any("image_positions" in item for item in described):
-        batch["image_positions"] = [list(item.get("image_positions", ())) for item in described]
-    return batch
-
-
-def _fill(
-    batch: Item, parts: Sequence[_OfItem | _OfSample], targets: list[int], images: list[int], texts: list[int]
-) -> None:
-    """Copy the tensors of the parts, of which these are the numbers of tokens, and zero the padding."""
+    # Copy the tensors of the parts, and zero the padding.
     latents, prompt_embeds, masks = batch["latents"], batch["prompt_embeds"], batch.get("edit_mask")
     if masks is not None:
         masks.copy_(batch["is_target"])
@@ -318,6 +302,12 @@ def _fill(
         latents[i, images[i] :], prompt_embeds[i, texts[i] :] = 0, 0
         if masks is not None and part.shape("edit_mask"):
             part.copy_into("edit_mask", masks[i, : targets[i]])
+    batch["keys"] = [item["key"] for item in described]
+    batch["prompts"] = [item["prompt"] for item in described]
+    batch["img_shapes"] = [[list(shape) for shape in item["img_shapes"]] for item in described]
+    if any("image_positions" in item for item in described):
+        batch["image_positions"] = [list(item.get("image_positions", ())) for item in described]
+    return batch
 
 
 def _rows(part: _OfItem | _OfSample, name: str) -> int:

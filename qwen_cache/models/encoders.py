@@ -172,7 +172,16 @@ def load_processor(model: ModelFolder) -> Any:
     settings = model_config(read_config(config), config)
     with explained(folder.name, folder):
         processor = make_processor(settings.model_type, folder)
-    _check_patches(processor.image_processor, settings.vision_config, folder)
+    images, vision = processor.image_processor, settings.vision_config
+    sides = {
+        "patch_size": (vision.patch_size, images.patch_size),
+        "merge_size": (vision.spatial_merge_size, images.merge_size),
+        "temporal_patch_size": (vision.temporal_patch_size, images.temporal_patch_size),
+    }
+    for name, (expected, found) in sides.items():
+        if expected != found:
+            what = f"{name} is not the text encoder's"
+            raise ModelError(what, where=folder, expected=expected, found=found, do=AGAIN)
     _check_tokenizer(processor.tokenizer, folder)
     return processor
 
@@ -189,20 +198,6 @@ def _tokenizer(name: str | PathLike[str]) -> Any:
     """A tokenizer of transformers. By default, it would ask on the terminal whether to run the code that a folder
     brings."""
     return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-
-
-def _check_patches(images: Any, vision: Any, folder: Path) -> None:
-    """ModelError unless images are cut as the vision tower takes them."""
-    sides = {
-        "patch_size": (vision.patch_size, images.patch_size),
-        "merge_size": (vision.spatial_merge_size, images.merge_size),
-        "temporal_patch_size": (vision.temporal_patch_size, images.temporal_patch_size),
-    }
-    for name, (expected, found) in sides.items():
-        if expected != found:
-            raise ModelError(
-                f"{name} is not the text encoder's", where=folder, expected=expected, found=found, do=AGAIN
-            )
 
 
 def _check_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -324,7 +324,12 @@ def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
     """The parameters with their scales, under diffusers' names."""
     prefix = next((it for it in PREFIXES if any(name.startswith(it) for name in header.tensors)), "")
     own = {name.removeprefix(prefix): it for name, it in header.tensors.items() if name.startswith(prefix)}
-    _refuse_others(path, own, [name for name in header.tensors if not name.startswith((prefix, *OTHER_PARTS))])
+    for part, (kind, do) in NOT_A_TRANSFORMER.items():
+        if any(part in name for name in own):
+            raise ModelError(f"this is not a transformer's file but {kind}", where=path, do=do)
+    if others := [name for name in header.tensors if not name.startswith((prefix, *OTHER_PARTS))]:
+        what = "some tensors have ComfyUI's prefix, others have not"
+        raise ModelError(what, where=path, found=min(others), do=DOWNLOAD)
     tensors, scales = {}, {}
     for name, tensor in own.items():
         if ending := next((it for it in SCALES if name.endswith(it)), None):
@@ -332,7 +337,17 @@ def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
         elif not name.endswith(IGNORED):
             tensors[name] = tensor
     for name, scale in scales.items():
-        tensors[name] = _scaled(f"{path}: {name}", tensors.get(name), scale)
+        weight = tensors.get(name)
+        rows = weight.shape[0] if weight and weight.shape else 0
+        if weight is None or weight.dtype not in FP8 or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+            of = "no such weight" if weight is None else f"{weight.dtype} {weight.shape}, a scale of {scale.shape}"
+            raise ModelError(
+                "this scale is not of an fp8 weight, with one number for all or one for each row",
+                where=f"{path}: {name}",
+                found=of,
+                do="use a bf16, fp8 or GGUF file of the model",
+            )
+        tensors[name] = replace(weight, scale=scale)
     for name in [it for it in tensors if it.endswith(GATE_UP)]:
         joined = tensors.pop(name)
         for second, part in enumerate(GATE_AND_UP):
@@ -347,29 +362,6 @@ def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
                 do="use a bf16, fp8 or GGUF file of the model",
             )
     return tensors
-
-
-def _scaled(where: str, weight: StoredTensor | None, scale: StoredTensor) -> StoredTensor:
-    """The weight with its scale; ModelError for a scale of another kind than one number or one per row."""
-    rows = weight.shape[0] if weight and weight.shape else 0
-    if weight is None or weight.dtype not in FP8 or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
-        raise ModelError(
-            "this scale is not of an fp8 weight, with one number for all or one for each row",
-            where=where,
-            found="no such weight" if weight is None else f"{weight.dtype} {weight.shape}, a scale of {scale.shape}",
-            do="use a bf16, fp8 or GGUF file of the model",
-        )
-    return replace(weight, scale=scale)
-
-
-def _refuse_others(path: Path, own: Mapping[str, StoredTensor], others: list[str]) -> None:
-    """Raise ModelError for the tensors of something else than a transformer."""
-    for part, (kind, do) in NOT_A_TRANSFORMER.items():
-        if any(part in name for name in own):
-            raise ModelError(f"this is not a transformer's file but {kind}", where=path, do=do)
-    if others:
-        what = "some tensors have ComfyUI's prefix, others have not"
-        raise ModelError(what, where=path, found=min(others), do=DOWNLOAD)
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------

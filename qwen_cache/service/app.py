@@ -115,8 +115,16 @@ class Access:
     def _admit(self, scope: Scope, most: int) -> int:
         """The most bytes that this body may have; RefusedError for a request that is not answered."""
         headers, settings = Headers(scope=scope), self.settings
-        if scope["path"] not in OPEN_TO_ALL:
-            self._check_sender(headers)
+        is_open = scope["path"] in OPEN_TO_ALL
+        if not is_open and self.token is not None:
+            if not hmac.compare_digest(bearer(headers), self.token):
+                do = "send the header `Authorization: Bearer TOKEN`"
+                raise RefusedError(401, "the token is missing or wrong", do, WWW_Authenticate="Bearer")
+        elif not is_open:
+            check_host(headers, "server", "start it with a token")
+            origin = headers.get("origin")
+            if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
+                raise RefusedError(403, f"requests from pages of {origin!r} are refused", "use a program")
         if scope["method"] != "POST":
             return 0
         length = headers.get("content-length")
@@ -126,17 +134,6 @@ class Access:
         if self._uploading and self._uploading + size > settings.queue_bytes:
             raise RefusedError(429, "too many uploads at a time", "send it again in a second", Retry_After="1")
         return size
-
-    def _check_sender(self, headers: Headers) -> None:
-        if self.token is not None:
-            if not hmac.compare_digest(bearer(headers), self.token):
-                do = "send the header `Authorization: Bearer TOKEN`"
-                raise RefusedError(401, "the token is missing or wrong", do, WWW_Authenticate="Bearer")
-            return
-        check_host(headers, "server", "start it with a token")
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != headers.get("host", ""):
-            raise RefusedError(403, f"requests from pages of {origin!r} are refused", "use a program")
 
 
 class Body:

@@ -163,7 +163,8 @@ class Connection:
 
     def __init__(self, url: str, token: str | None) -> None:
         self.url = url.rstrip("/")
-        self._proxy = _proxy_for(_split(url, token))
+        parts = _split(url, token)
+        self._proxy = None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self._running = set[asyncio.Task[Answer]]()
@@ -269,11 +270,6 @@ def _split(url: str, token: str | None) -> SplitResult:
         what, do = "a token and a user for one server", "leave the user out of the address, or give no token"
         raise ConfigError(what, where=parts.hostname, do=do)
     return parts
-
-
-def _proxy_for(parts: SplitResult) -> str | None:
-    """The proxy that the environment names for an address."""
-    return None if proxy_bypass(parts.hostname or "") else getproxies().get(parts.scheme)
 
 
 # ---- description -----------------------------------------------------------------------------------------------------
@@ -472,7 +468,13 @@ class Client:
             what = "the server makes several samples of this row"
             raise ConfigError(what, where=self.url, found=", ".join(keys), do="use `send` and `fetch`")
         sample = self.fetch(keys[0], lambda: (fields, files))
-        self._check_content(sample.row.meta, prompt, files)
+        # Its key alone does not show whether it is of this row.
+        meta = sample.row.meta
+        hashes = [(name, content_hash(data)) for name, data in files if name != "mask"]  # not each server keeps it
+        named = [("target", meta.inputs.target)] if meta.inputs.target else []
+        found = meta.recipe, meta.prompt, [*named, *(("control", each) for each in meta.inputs.controls)]
+        if found != (self.description.recipe_id, prompt, hashes):
+            raise QwenCacheError("the server sent the sample of another row", where=self.url, found=meta.key)
         return sample
 
     def send(self, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]) -> list[str]:
@@ -530,14 +532,6 @@ class Client:
             what, do = "the server sent another sample than the one that was asked for", "look for a proxy that caches"
             raise QwenCacheError(what, where=self.url, expected=key, found=entry.meta.key, do=do)
         return Sample(IndexRow("", "", entry), OneSample(Path(), data))
-
-    def _check_content(self, meta: SampleMeta, prompt: str, files: Sequence[tuple[str, bytes]]) -> None:
-        """QwenCacheError for the sample of another row than this one, which the key alone does not show."""
-        hashes = [(name, content_hash(data)) for name, data in files if name != "mask"]  # not each server keeps it
-        named = [("target", meta.inputs.target)] if meta.inputs.target else []
-        found = meta.recipe, meta.prompt, [*named, *(("control", each) for each in meta.inputs.controls)]
-        if found != (self.description.recipe_id, prompt, hashes):
-            raise QwenCacheError("the server sent the sample of another row", where=self.url, found=meta.key)
 
     def _request(
         self,

@@ -226,8 +226,15 @@ class Engine:
             if self._stopping or self.ended.done():
                 raise StoppingError("this server is about to end", do="send the request again in a minute")
             new = {sample.key: sample for sample in samples if self._state(sample.key).state in _TO_ENCODE}
-            self._check_fault(len(new))
-            self._check_room(len(new), size)
+            settings, waiting = self.settings, len(self._queue)
+            # While nothing can be stored: refused at once on a full disk, else when too many wait.
+            is_full = self.fault is not None and self.fault.code == STORAGE_FULL
+            if new and self.fault and (is_full or len(self._works) + len(new) > settings.queue_samples):
+                raise ServerFaultError(self.fault.code, self.fault.problem, do=LATER)
+            full = waiting + len(new) > settings.queue_samples or self._waiting_bytes + size > settings.queue_bytes
+            if new and waiting and full:
+                do = f"send the request again in {RETRY_AFTER} seconds"
+                raise BusyError("the queue of this server is full", found=f"{waiting} samples", do=do)
             for each, (key, sample) in enumerate(new.items()):
                 self._failed.pop(key, None)
                 self._works[key] = work = Work(key, sample.row.name, 0 if each else size, sample)
@@ -315,19 +322,6 @@ class Engine:
         if key in self._failed:
             return self._failed[key][0]
         return Status(key, State.ENCODED if self.store.has(key) else State.UNKNOWN)
-
-    def _check_fault(self, samples: int) -> None:
-        """Refuse new samples while nothing can be stored: at once on a full disk, else when too many wait."""
-        is_full = self.fault is not None and self.fault.code == STORAGE_FULL
-        if samples and self.fault and (is_full or len(self._works) + samples > self.settings.queue_samples):
-            raise ServerFaultError(self.fault.code, self.fault.problem, do=LATER)
-
-    def _check_room(self, samples: int, size: int) -> None:
-        waiting, settings = len(self._queue), self.settings
-        full = waiting and waiting + samples > settings.queue_samples
-        if samples and (full or (waiting and self._waiting_bytes + size > settings.queue_bytes)):
-            what = "the queue of this server is full"
-            raise BusyError(what, found=f"{waiting} samples", do=f"send the request again in {RETRY_AFTER} seconds")
 
     def _fail(self, work: Work, problem: str, code: str | None = None) -> None:
         """Give a sample up: its row cannot be encoded, or with a `code` the server could not do it this time."""

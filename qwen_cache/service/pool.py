@@ -157,11 +157,22 @@ class Pool:
         self._stack.enter_context(directory.writing(job.folder))
         try:
             self._read()
-            _check_recipe(job, self._existing)
+            recipe = self._existing.recipes.get(job.recipe_name)
+            if recipe is not None and recipe != job.recipe:  # a service adds, and never replaces
+                raise ConfigError(
+                    f"this cache has another recipe under the name {job.recipe_name!r}",
+                    where=job.folder,
+                    found=", ".join(recipe_changes(recipe, job.recipe)),
+                    do="choose another with --out, or name this recipe with --set cache.recipe=NAME",
+                )
             save_settings(job.folder, job.config)
-            self._keep_leftovers()
+            # The complete samples that a killed service or build left are committed if their rows are new; what was
+            # uploaded and not committed is encoded again if it is wanted, and removed by `gc`.
             if not is_remote(job.folder):
-                staging_folder(job.folder, self._name, job.format_version).mkdir(parents=True, exist_ok=True)
+                folder = staging_folder(job.folder, self._name, job.format_version)
+                left = Staging.finished(folder, job.format_version) if folder.is_dir() else set()
+                self._add_to_dataset({key: key[:NAME_LENGTH] for key in sorted(left)})
+                folder.mkdir(parents=True, exist_ok=True)
             self._destination = Destination.of(job.folder, self._name, job.format_version)
             self._folder = self._stack.enter_context(self._destination.opened())
         except BaseException:
@@ -349,7 +360,8 @@ class Pool:
                 self._read()
 
     def _carry_out(self, update: Update) -> None:
-        staging = self._staging(update)
+        cache = self.job.config.cache
+        staging = open_staging(update, self._name, int(cache.shard_size), copies=LocalCopies.of_settings(cache))
         try:
             for key in staging.to_write:
                 if not copy_if_there(update, staging, key):
@@ -359,18 +371,6 @@ class Pool:
             commit_update(update, staging, recipes, written_by())
         finally:
             staging.close()
-
-    def _staging(self, update: Update) -> Staging:
-        cache = self.job.config.cache
-        return open_staging(update, self._name, int(cache.shard_size), copies=LocalCopies.of_settings(cache))
-
-    def _keep_leftovers(self) -> None:
-        """Commit the complete samples that a killed service or build left in a local folder, if their rows are new."""
-        if is_remote(self.job.folder):
-            return  # what was uploaded and not committed is encoded again if it is wanted, and removed by `gc`
-        folder = staging_folder(self.job.folder, self._name, self.job.format_version)
-        left = Staging.finished(folder, self.job.format_version) if folder.is_dir() else set()
-        self._add_to_dataset({key: key[:NAME_LENGTH] for key in sorted(left)})
 
     def _read(self) -> None:
         """Read the dataset as it is now."""
@@ -387,15 +387,3 @@ class Pool:
 def _remove(shard: OpenShard) -> None:
     shard.writer.close()
     shard.writer.path.unlink(missing_ok=True)
-
-
-def _check_recipe(job: BuildJob, existing: Existing) -> None:
-    """ConfigError if the cache has another recipe under this name: a service adds, and never replaces."""
-    recipe = existing.recipes.get(job.recipe_name)
-    if recipe is not None and recipe != job.recipe:
-        raise ConfigError(
-            f"this cache has another recipe under the name {job.recipe_name!r}",
-            where=job.folder,
-            found=", ".join(recipe_changes(recipe, job.recipe)),
-            do="choose another with --out, or name this recipe with --set cache.recipe=NAME",
-        )

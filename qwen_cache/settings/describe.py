@@ -13,7 +13,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from qwen_cache.settings.load import OTHER_NAMES, Config
@@ -61,11 +60,8 @@ def describe(key: str) -> Setting:
         inner = section.model_fields[each].annotation
         assert isinstance(inner, type)
         section = inner
-    return _setting(key, section.model_fields[name])
-
-
-def _setting(key: str, field: FieldInfo) -> Setting:
-    kinds = tuple(each for each in _parts(field.annotation) if each is not type(None))
+    field = section.model_fields[name]
+    kinds = tuple(kind for kind in _parts(field.annotation) if kind is not type(None))
     choices = tuple(str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
     default = field.get_default(call_default_factory=True)
     if default is not PydanticUndefined:

@@ -249,7 +249,9 @@ def overridden(
     for name, option in options.items():
         if option is not None:
             _assign(value, name.replace("__", "."), option, origins.otherwise)
-    _refuse_old_names(value, origins)
+    for section, old, new in _old_names_in(value):
+        name = f"{section}.{old}"
+        raise ConfigError(f"{name} is called {section}.{new} now", where=origins.of(name))
     return _validate(value, origins)
 
 
@@ -293,12 +295,6 @@ def _with_new_names(value: dict[str, Any]) -> dict[str, Any]:
         names = RENAMED_VALUES.get(f"{section}.{old}", {})
         value[section][new] = names.get(setting, setting) if isinstance(setting, str) else setting
     return value
-
-
-def _refuse_old_names(value: Mapping[str, Any], origins: _Origins) -> None:
-    for section, old, new in _old_names_in(value):
-        name = f"{section}.{old}"
-        raise ConfigError(f"{name} is called {section}.{new} now", where=origins.of(name))
 
 
 def _old_names_in(value: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -362,8 +358,9 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
         what = "is a section, with settings of its own"
     elif what.startswith(INPUT):
         what, expected = "not a valid value", what.removeprefix(INPUT).replace("'", "")
-    if first["type"] == "literal_error" and (near := difflib.get_close_matches(str(value), _choices(expected), n=1)):
-        do = f"did you mean {near[0]}?"
+    if first["type"] == "literal_error":
+        near = difflib.get_close_matches(str(value), re.split(", | or ", expected or ""), n=1)
+        do = f"did you mean {near[0]}?" if near else None
     name = f"{key}: " if where in ("--set", origins.otherwise) else ""
     found = "nothing" if value is None else value if isinstance(value, str) and value else repr(value)
     return ConfigError(f"{name}{what}", where=where, expected=expected, found=found, do=do)
@@ -373,10 +370,6 @@ UNKNOWN = "extra_forbidden"
 """Pydantic's type of a name that no setting has."""
 INPUT = "Input should be "
 """The beginning of most of pydantic's messages."""
-
-
-def _choices(expected: str | None) -> list[str]:
-    return re.split(", | or ", expected or "")
 
 
 OTHER_NAMES = {
