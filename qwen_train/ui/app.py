@@ -122,7 +122,6 @@ class Access:
             headers = Headers(scope=scope)
             check_host(headers, "program", "use 127.0.0.1")
             path = self._admitted(scope, headers)
-            _check_body(scope, headers)
         except RefusedError as error:
             error.headers["Connection"] = "close"  # of the body, nothing is read
             is_page = (
@@ -137,57 +136,43 @@ class Access:
         await self.app({**scope, "path": path}, receive, send_safely)
 
     def _admitted(self, scope: Scope, headers: Headers) -> str:
-        """The path that is answered; RefusedError for a request without the right to it, or of a foreign page."""
+        """The path that is answered; RefusedError for a request without the right to it, or of a foreign page.
+
+        Also for one with a body that is too long, or has no length.
+        """
         path, is_reading = str(scope["path"]), scope["method"] in READING
         if is_reading and path.startswith(SIGNED):
-            path = self._signed(scope)
+            path = path[len(SIGNED) + 64 :]
+            found = KEYED.fullmatch(scope["raw_path"])
+            if found is None or not (path in IMAGES or path.startswith((GENERATED, WRITTEN))):
+                raise STRANGER
+            query = scope["query_string"]
+            page = BESIDE.fullmatch(found[2])
+            address = page[1] + b".html" if page else found[2] + (b"?" + query if query else b"")
+            if not hmac.compare_digest(found[1], key_of(self.token, address).encode()):
+                raise STRANGER
         elif is_reading and (path in self.pages or path.startswith(STATIC)):
             if path == "/" and not scope["query_string"]:
                 return path  # links lead here, such as that in a terminal in a browser
-        elif not self._is_known(bearer(headers), is_exchange=path == EXCHANGE):
-            raise STRANGER
-        if not path.startswith(WRITTEN):  # a page in a sandbox asks for the files beside it like a foreign one
-            _check_origin(headers)
-        return path
-
-    def _signed(self, scope: Scope) -> str:
-        """The path that the key in an address opens; RefusedError if it opens none."""
-        found = KEYED.fullmatch(scope["raw_path"])
-        path = str(scope["path"])[len(SIGNED) + 64 :]
-        if found is None or not (path in IMAGES or path.startswith((GENERATED, WRITTEN))):
-            raise STRANGER
-        query = scope["query_string"]
-        page = BESIDE.fullmatch(found[2])
-        address = page[1] + b".html" if page else found[2] + (b"?" + query if query else b"")
-        if not hmac.compare_digest(found[1], key_of(self.token, address).encode()):
-            raise STRANGER
-        return path
-
-    def _is_known(self, given: bytes, *, is_exchange: bool) -> bool:
-        """True if this is the token, or the one for one use, which is then used up."""
-        if is_exchange and self.token_once and hmac.compare_digest(given, self.token_once):
+        elif path == EXCHANGE and self.token_once and hmac.compare_digest(bearer(headers), self.token_once):
             self.token_once = b""
-            return True
-        return hmac.compare_digest(given, self.token)
+        elif not hmac.compare_digest(bearer(headers), self.token):
+            raise STRANGER
 
-
-def _check_origin(headers: Headers) -> None:
-    """RefusedError for a request that a page of another origin caused."""
-    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
-    is_foreign = origin is not None and origin != f"http://{headers.get('host', '')}"
-    if is_foreign or site not in (None, "same-origin", "none"):
-        raise RefusedError(403, f"requests from pages of {origin!r} are refused", "use the pages of this program")
-
-
-def _check_body(scope: Scope, headers: Headers) -> None:
-    """RefusedError for a body without a length, or a too long one."""
-    if scope["method"] in READING:
-        return
-    length = headers.get("content-length")
-    if length is None or not length.isdecimal() or "transfer-encoding" in headers:
-        raise RefusedError(411, "the body has no length", "send Content-Length")
-    if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
-        raise RefusedError(413, f"the body has {length} bytes", f"send at most {MAX_BODY}")
+        if not path.startswith(WRITTEN):  # a page in a sandbox asks for the files beside it like a foreign one
+            origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+            is_foreign = origin is not None and origin != f"http://{headers.get('host', '')}"
+            if is_foreign or site not in (None, "same-origin", "none"):
+                raise RefusedError(
+                    403, f"requests from pages of {origin!r} are refused", "use the pages of this program"
+                )
+        if not is_reading:
+            length = headers.get("content-length")
+            if length is None or not length.isdecimal() or "transfer-encoding" in headers:
+                raise RefusedError(411, "the body has no length", "send Content-Length")
+            if len(length) > len(str(MAX_BODY)) or int(length) > MAX_BODY:
+                raise RefusedError(413, f"the body has {length} bytes", f"send at most {MAX_BODY}")
+        return path
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------
@@ -262,12 +247,7 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, tok
     app.include_router(build_routes(workspace, queue, checks))
     app.include_router(train_routes(workspace, queue, checks))
     app.include_router(generate_routes(workspace, queue))
-    _add_errors(app)
     app.add_middleware(Access, token=token, token_once=token_once, pages=PATHS)
-    return app
-
-
-def _add_errors(app: FastAPI) -> None:
     add_refusals(app, "reload the page", "reload the page")
 
     @app.exception_handler(QwenCacheError)
@@ -285,6 +265,8 @@ def _add_errors(app: FastAPI) -> None:
     async def bug(_: Any, error: Any) -> Response:
         LOG.error("".join(traceback.format_exception(error)))
         return answer(RefusedError(500, f"an error of this program: {type(error).__name__}", "see its terminal"))
+
+    return app
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,9 @@ def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Proble
     problems = list(_problems(workspace, form))
     if problems:
         return None, problems
-    given = form.fields() | _reuse(form)
+    given: dict[str, Any] = form.fields()
+    if form.reuse is not None:
+        given |= {"cache.reuse": [name.strip() for name in form.reuse if name.strip()]}
     try:
         settings = workspace.settings(form.changes | given)
     except ConfigError as error:
@@ -152,7 +154,24 @@ def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Proble
     before = workspace.settings().flat()
     fields = {key: value for key, value in given.items() if value != before[key]}
     changes = {key: value for key, value in form.changes.items() if key not in given}
-    return Build(tuple(_arguments(form, fields, changes)), settings, form.mode, at), []
+
+    arguments = ["build"]
+    for key in FIELDS:
+        if key in fields:
+            arguments += COMMANDS["build"].typed(key, fields[key])
+    if at:
+        arguments += ["--at", at]
+    reuse = fields.get("cache.reuse")
+    for name in reuse or ():
+        arguments += ["--reuse", name]
+    if form.mode == "watch":
+        arguments += ["--watch", f"{form.watch:g}"]
+    elif form.mode != "new":
+        arguments.append(f"--{form.mode}")
+    if form.rehash and form.mode != "watch":  # which reads what has changed
+        arguments.append("--rehash")
+    arguments += options_of(changes | ({"cache.reuse": []} if reuse == [] else {}))
+    return Build(tuple(arguments), settings, form.mode, at), []
 
 
 def build_of(workspace: Workspace, form: Form) -> Build:
@@ -165,29 +184,6 @@ def build_of(workspace: Workspace, form: Form) -> Build:
     return build
 
 
-def _reuse(form: Form) -> dict[str, Any]:
-    return {} if form.reuse is None else {"cache.reuse": [name.strip() for name in form.reuse if name.strip()]}
-
-
-def _arguments(form: Form, fields: dict[str, Any], changes: Changes) -> Iterator[str]:
-    yield "build"
-    for key in FIELDS:
-        if key in fields:
-            yield from COMMANDS["build"].typed(key, fields[key])
-    if at := form.at.strip():
-        yield from ("--at", at)
-    reuse = fields.get("cache.reuse")
-    for name in reuse or ():
-        yield from ("--reuse", name)
-    if form.mode == "watch":
-        yield from ("--watch", f"{form.watch:g}")
-    elif form.mode != "new":
-        yield f"--{form.mode}"
-    if form.rehash and form.mode != "watch":  # which reads what has changed
-        yield "--rehash"
-    yield from options_of(changes | ({"cache.reuse": []} if reuse == [] else {}))
-
-
 def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
     """What the command would not refuse: paths outside of the opened folders, and what looks like an option."""
     known = {each.key for each in all_settings() if each.key.partition(".")[0] in SECTIONS}
@@ -197,11 +193,19 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
     values = form.changes | form.fields()
     before = workspace.settings().flat()
     named = [(key, values[key]) for key in READ_OR_WRITTEN if values.get(key) not in (None, "", before[key])]
-    reused = [*(form.reuse or ()), *_as_list(form.changes.get("cache.reuse"))]
+    reuse = form.changes.get("cache.reuse") or ()
+    reused = [*(form.reuse or ()), *([reuse] if isinstance(reuse, str) else map(str, reuse))]
     others = [("cache.reuse", name) for name in reused if name.strip() and name not in before["cache.reuse"]]
-    for key, value in (*named, *others):
-        if problem := _path_problem(workspace, key, str(value).strip()):
-            yield problem
+    for key, value in ((key, str(value).strip()) for key, value in (*named, *others)):
+        if value.startswith("-"):
+            yield Problem(key, "a path cannot begin with a dash", found=value, do=f"write ./{value}")
+            continue
+        try:
+            workspace.location(value)
+        except RefusedError as error:
+            yield Problem(key, error.what, do=error.do)
+        except ConfigError as error:
+            yield _problem(error, key)
     for key in DEVICE_SETTINGS:
         for name in str(values.get(key, "auto")).split(","):
             if not DEVICE.fullmatch(name.strip()):
@@ -214,22 +218,6 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
         yield Problem("at", "a server cannot repair damaged samples", do=do)
     if form.mode == "watch" and not form.watch >= 0.1:
         yield Problem("watch", "too short", "at least 0.1 seconds", str(form.watch), "give a longer time")
-
-
-def _as_list(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(each) for each in value or ()]
-
-
-def _path_problem(workspace: Workspace, key: str, value: str) -> Problem | None:
-    if value.startswith("-"):
-        return Problem(key, "a path cannot begin with a dash", found=value, do=f"write ./{value}")
-    try:
-        workspace.location(value)
-    except RefusedError as error:
-        return Problem(key, error.what, do=error.do)
-    except ConfigError as error:
-        return _problem(error, key)
-    return None
 
 
 def _problem(error: ConfigError, key: str = "") -> Problem:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
@@ -363,17 +363,15 @@ def error_json(opened: OpenSource, error: QwenCacheError) -> dict[str, str]:
 def suggested(workspace: Workspace) -> list[str]:
     """What looks like a source in the opened folder, one level deep or two."""
     found: list[str] = []
-    for folder in filter(workspace.is_inside, (workspace.folder, *_folders(workspace.folder))):
+    folders = [workspace.folder]
+    with suppress(OSError):
+        inner = (path for path in workspace.folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        folders += sorted(inner)[:200]
+    for folder in filter(workspace.is_inside, folders):
         found += (workspace.shown(path) for path in _in(folder, workspace.folder))
         if len(found) >= MOST_SUGGESTIONS:
             break
     return sorted(dict.fromkeys(found))[:MOST_SUGGESTIONS]
-
-
-def _folders(folder: Path) -> Sequence[Path]:
-    with suppress(OSError):
-        return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))[:200]
-    return ()
 
 
 def _in(folder: Path, top: Path) -> Iterator[Path]:

@@ -45,13 +45,6 @@ COLUMNS = "110"  # of tables: wider than an unknown terminal, and still without 
 COLOURS = ("CLICOLOR_FORCE", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 
 
-def _can_be_given(text: str) -> bool:
-    try:
-        return b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:  # half of a letter, as from a program that cuts text
-        return False
-
-
 @dataclass(frozen=True)
 class Command:
     """A program and its arguments; `environment` is shown and written to the disk, so it holds no secrets."""
@@ -75,7 +68,10 @@ class Command:
         """What the system starts; ConfigError for a text that no command can be given."""
         program, *arguments = self._words
         for text in arguments:
-            if not _can_be_given(text):
+            is_possible = False
+            with suppress(UnicodeEncodeError):  # half of a letter, as from a program that cuts text
+                is_possible = b"\0" not in os.fsencode(text)
+            if not is_possible:
                 do = "write it again without hidden characters"
                 raise ConfigError("a command cannot take this text", found=ascii(text)[:80], do=do)
         return [*starts[program], *arguments]
@@ -135,15 +131,14 @@ def _key() -> bytes:
     path, new = cache_home() / KEY_NAME, secrets.token_bytes(KEY_BYTES)
     with suppress(OSError):
         make_folder(path.parent)
-        with suppress(FileExistsError), open(path, "xb", opener=_open_for_owner) as file:
+        with (
+            suppress(FileExistsError),
+            open(path, "xb", opener=lambda at, flags: os.open(at, flags, 0o600)) as file,
+        ):
             file.write(new)
         key = read_file(path, KEY_BYTES)
         return key if len(key) == KEY_BYTES else new
     return new
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 # ---- process ---------------------------------------------------------------------------------------------------------
@@ -391,7 +386,13 @@ def read_job(folder: Path) -> Job:
         job = {name: written[name] for name in ("id", "title", "kind", "about", "created")}
         job |= {name: tuple(written[name]) for name in ("argv", "devices")} | {"command": command, "folder": folder}
         job["is_own"] = is_signed(written)
-        if not _is_valid(job):
+        # One that can be listed and run again: its folder may come from elsewhere.
+        kinds = {"title": str, "kind": str, "about": dict, "created": float}
+        is_known = command.program in STARTS and set(command.environment) <= set(VARIABLES)
+        texts = (*job["argv"], *job["devices"], *command.environment.values())
+        is_text = all(isinstance(text, str) for text in texts) and type(command.processes) is int
+        is_here = job["id"] == folder.name
+        if not (is_known and is_text and is_here and all(isinstance(job[name], kind) for name, kind in kinds.items())):
             raise KeyError
     except (KeyError, TypeError, ValueError):
         raise NoJobError("there is no such job", found=folder.name, do="reload the page") from None
@@ -402,20 +403,11 @@ def read_job(folder: Path) -> Job:
     if not ended and started and not _lives(folder):
         ended = read_json(folder / ENDED)
     if ended:
-        return Job(**job, state=_end_state(folder, ended), ended=_time(ended), code=_whole(ended, "code"))
+        code, is_stopped = ended.get("code"), (folder / STOP).exists()
+        state: State = "done" if code == 0 else "stopped" if is_stopped else "lost" if code is None else "failed"
+        return Job(**job, state=state, ended=_time(ended), code=_whole(ended, "code"))
     is_stopped = (folder / STOP).exists()
     return Job(**job, state="queued" if not started else "stopping" if is_stopped else "running")
-
-
-def _is_valid(job: Mapping[str, Any]) -> bool:
-    """True if a job that was read is one that can be listed and run again; its folder may come from elsewhere."""
-    kinds = {"title": str, "kind": str, "about": dict, "created": float}
-    command = job["command"]
-    is_known = command.program in STARTS and set(command.environment) <= set(VARIABLES)
-    texts = (*job["argv"], *job["devices"], *command.environment.values())
-    is_text = all(isinstance(text, str) for text in texts) and type(command.processes) is int
-    is_here = job["id"] == job["folder"].name
-    return is_known and is_text and is_here and all(isinstance(job[name], kind) for name, kind in kinds.items())
 
 
 def _has_files_alone(folder: Path) -> bool:
@@ -434,15 +426,6 @@ def _time(written: Mapping[str, Any]) -> float | None:
 def _whole(written: Mapping[str, Any], name: str) -> int | None:
     value = written.get(name)
     return value if type(value) is int else None
-
-
-def _end_state(folder: Path, ended: Mapping[str, Any]) -> State:
-    code = ended.get("code")
-    if code == 0:
-        return "done"
-    if (folder / STOP).exists():
-        return "stopped"
-    return "lost" if code is None else "failed"
 
 
 def _lives(folder: Path) -> bool:

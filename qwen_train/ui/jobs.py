@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -99,10 +99,31 @@ class Checks:
             self._under_way[check] = key
         try:
             with self._slots:
-                return self._run(check, command)
+                with self._lock:
+                    if check.is_outdated or self._is_closed:
+                        raise _outdated()
+                    check.process = process = subprocess.Popen(
+                        command.argv(self._starts),
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        cwd=self._folder,
+                        env=command.environ(),
+                        start_new_session=True,
+                    )
+                out, err = process.communicate()
+            if check.is_outdated:
+                raise _outdated()
         finally:
             with self._lock:
                 del self._under_way[check]
+
+        document = None
+        with suppress(ValueError, RecursionError):
+            document = json.loads(out)
+        text = without_controls(err.decode("utf-8", "replace").replace("\r", "\n"))[-MESSAGE_CHARACTERS:].strip()
+        message = text[text.index("error: ") :] if "error: " in text else text
+        return Checked(process.returncode, document, message)
 
     def end(self, key: str) -> None:
         """End the checks with this key; those who wait for them get OutdatedError."""
@@ -118,24 +139,6 @@ class Checks:
             for check in self._under_way:
                 _end(check)
 
-    def _run(self, check: _Check, command: Command) -> Checked:
-        with self._lock:
-            if check.is_outdated or self._is_closed:
-                raise _outdated()
-            check.process = process = subprocess.Popen(
-                command.argv(self._starts),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd=self._folder,
-                env=command.environ(),
-                start_new_session=True,
-            )
-        out, err = process.communicate()
-        if check.is_outdated:
-            raise _outdated()
-        return Checked(process.returncode, _document(out), _message(err))
-
 
 def _end(check: _Check) -> None:
     check.is_outdated = True
@@ -146,19 +149,6 @@ def _end(check: _Check) -> None:
 
 def _outdated() -> OutdatedError:
     return OutdatedError("a newer check has taken the place of this one", do="wait for that one")
-
-
-def _document(out: bytes) -> Any:
-    try:
-        return json.loads(out)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _message(err: bytes) -> str:
-    """The error, or everything if there is none."""
-    text = without_controls(err.decode("utf-8", "replace").replace("\r", "\n"))[-MESSAGE_CHARACTERS:].strip()
-    return text[text.index("error: ") :] if "error: " in text else text
 
 
 # ---- scheduler -------------------------------------------------------------------------------------------------------
@@ -245,8 +235,13 @@ class Queue:
 
     def list(self) -> list[Job]:
         """Active jobs, then queued ones in their order, then those that have ended, the newest first."""
-        jobs = list(self._every())
-        order = {str(id): i for i, id in enumerate(self._order())}
+        jobs = []
+        for folder in self._jobs.iterdir() if self._jobs.is_dir() else ():
+            if ID.fullmatch(folder.name):
+                with suppress(NoJobError):  # removed meanwhile, or damaged
+                    jobs.append(self.get(folder.name))
+        written = self._written().get("order")
+        order = {str(id): i for i, id in enumerate(written if isinstance(written, list) else ())}
         ended = sorted((job for job in jobs if job.is_ended), key=lambda job: (job.ended or 0, job.id), reverse=True)
         active = sorted((job for job in jobs if job.is_active), key=lambda job: (job.started or 0, job.id))
         queued = [job for job in jobs if job.state == "queued"]
@@ -373,22 +368,19 @@ class Queue:
         while not self._ends.is_set():
             with suppress(LockHeldError, OSError), locked(self._jobs / "scheduler.lock"):
                 while not self._ends.is_set():
-                    self._start_next()
+                    for job in [] if self.paused else to_start(self.list()):
+                        if self._ends.is_set():
+                            break
+                        if not job.is_own:
+                            self._note_failed_start(job, FOREIGN)
+                        elif not _start(job):
+                            self._note_failed_start(job)
                     self._rest()
             self._rest()
 
     def _rest(self) -> None:
         self._wake.wait(PAUSE)
         self._wake.clear()
-
-    def _start_next(self) -> None:
-        for job in [] if self.paused else to_start(self.list()):
-            if self._ends.is_set():
-                return
-            if not job.is_own:
-                self._note_failed_start(job, FOREIGN)
-            elif not _start(job):
-                self._note_failed_start(job)
 
     def _note_failed_start(self, job: Job, why: bytes = b"") -> None:
         """Let a job that could not be started fail, or it would be tried for ever."""
@@ -400,12 +392,6 @@ class Queue:
 
     # ---- the disk ----------------------------------------------------------------------------------------------------
 
-    def _every(self) -> Iterator[Job]:
-        for folder in self._jobs.iterdir() if self._jobs.is_dir() else ():
-            if ID.fullmatch(folder.name):
-                with suppress(NoJobError):  # removed meanwhile, or damaged
-                    yield self.get(folder.name)
-
     def _running(self, id: str) -> tuple[Job, int]:
         job = self.get(id)
         if not job.is_active:
@@ -416,10 +402,6 @@ class Queue:
 
     def _written(self) -> dict[str, Any]:
         return read_json(self._jobs / QUEUE)
-
-    def _order(self) -> Sequence[Any]:
-        order = self._written().get("order")
-        return order if isinstance(order, list) else ()
 
     @contextmanager
     def _change(self) -> Iterator[dict[str, Any]]:
@@ -482,12 +464,7 @@ class Stop(BaseModel, extra="forbid"):
 def job_routes(queue: Queue) -> APIRouter:
     """The routes for a queue that is entered elsewhere."""
     router = APIRouter(prefix="/api")
-    _add_views(router, queue)
-    _add_actions(router, queue)
-    return router
 
-
-def _add_views(router: APIRouter, queue: Queue) -> None:
     @router.get("/jobs")
     def jobs() -> dict[str, Any]:
         return {"paused": queue.paused, "jobs": [job.to_json() for job in queue.list()]}
@@ -509,15 +486,20 @@ def _add_views(router: APIRouter, queue: Queue) -> None:
         is_text = isinstance(value, str)
         return {"document": None if is_text else value, "text": value if is_text else None}
 
+    @router.post("/jobs/{id}/kill")
+    def kill(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.kill(id).to_json()
 
-def _add_actions(router: APIRouter, queue: Queue) -> None:
-    actions: dict[str, Callable[[str], Job]] = {
-        "kill": queue.kill,
-        "save": queue.save_now,
-        "again": queue.again,
-    }
-    for name, action in actions.items():
-        router.add_api_route(f"/jobs/{{id}}/{name}", _acting(action), methods=["POST"])
+    @router.post("/jobs/{id}/save")
+    def save(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.save_now(id).to_json()
+
+    @router.post("/jobs/{id}/again")
+    def again(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.again(id).to_json()
 
     stopping = Lock()
 
@@ -550,13 +532,7 @@ def _add_actions(router: APIRouter, queue: Queue) -> None:
         queue.resume()
         return {"paused": False}
 
-
-def _acting(action: Callable[[str], Job]) -> Callable[[str], dict[str, Any]]:
-    def act(id: str) -> dict[str, Any]:
-        with refusals():
-            return action(id).to_json()
-
-    return act
+    return router
 
 
 @contextmanager

@@ -95,19 +95,14 @@ def check_links(source: Path, is_inside: IsInside) -> None:
                 is_link = entry.is_symlink()
                 if entry.name[0] == "." or not (is_link or entry.is_dir()):
                     continue
-                is_folder = _is_folder(entry)
+                is_folder = False
+                with suppress(OSError):  # a link to itself
+                    is_folder = entry.is_dir()
                 if is_link and (is_folder or not entry.name.lower().endswith(IMAGE_EXTENSIONS)):
                     _check(Path(entry.path), is_inside)
                 if is_folder and (folder := os.path.realpath(entry.path)) not in seen:
                     seen.add(folder)
                     waiting.append(folder)
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
 
 
 def _check(path: Path, is_inside: IsInside) -> None:
@@ -197,26 +192,15 @@ def positions(view: View, entries: Sequence[Entry], text: Callable[[int], str], 
     if words := view.search.casefold().split():
         rows = [row for row in rows if all(word in text(row) for word in words)]
     chosen = np.fromiter(rows, np.int64, len(rows))
-    return chosen[_order(view.sort, chosen, entries, shown)]
-
-
-def _order(sort: str, rows: Positions, entries: Sequence[Entry], shown: Shown) -> Positions:
-    def lengths() -> npt.NDArray[np.float64]:
-        return np.array([max(map(len, entries[row].prompts), default=0) for row in rows.tolist()], np.float64)
-
-    def pixels() -> npt.NDArray[np.float64]:
-        return np.full(len(rows), np.nan) if shown.pixels is None else shown.pixels[rows]
-
-    if sort == "name":
-        names = [entries[row].name for row in rows.tolist()]
-        return np.array(sorted(range(len(names)), key=names.__getitem__), np.int64)
-    keys: dict[str, Callable[[], npt.NDArray[np.float64]]] = {
-        "shortest": lengths,
-        "longest": lambda: -lengths(),
-        "smallest": pixels,
-        "largest": lambda: -pixels(),
-    }
-    return np.argsort(keys[sort](), kind="stable") if sort in keys else np.arange(len(rows))
+    if view.sort in ("shortest", "longest"):
+        keys = np.array([max(map(len, entries[row].prompts), default=0) for row in chosen.tolist()], np.float64)
+    elif view.sort in ("smallest", "largest"):
+        keys = np.full(len(chosen), np.nan) if shown.pixels is None else shown.pixels[chosen]
+    elif view.sort == "name":
+        return np.array(sorted(chosen.tolist(), key=lambda row: entries[row].name), np.int64)
+    else:
+        return chosen
+    return chosen[np.argsort(-keys if view.sort in ("longest", "largest") else keys, kind="stable")]
 
 
 # ---- check -----------------------------------------------------------------------------------------------------------
@@ -433,7 +417,9 @@ class OpenSource:
             for image in (entry.target, *entry.controls[:1]):
                 if image is None or len(found) > WATCHED:
                     continue
-                found.update(dict.fromkeys(_watch(image)))
+                # The folder of an image in a file of its own, or the file that holds it.
+                files = [file for file in getattr(image, "files", ()) if not is_remote(file)]
+                found.update(dict.fromkeys(file if str(file) != str(image) else file.parent for file in files))
         return tuple(found)
 
     def _stamp_now(self) -> object:
@@ -539,13 +525,11 @@ class OpenSource:
         with self.lock:
             if self.scan is None or self.scan.state != "running":
                 store = self.folder / "scan" / content_hash(str(self.place).encode("utf-8", "surrogateescape"))
-                self.scan = self._new_scan(store)
+                area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
+                entries = tuple(self.entries)
+                self.scan = Scan(entries, lambda entry: readable(entry, is_inside), store, area, self._touch)
                 self.scan.start()
             return self.scan
-
-    def _new_scan(self, store: Path) -> Scan:
-        area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
-        return Scan(tuple(self.entries), lambda entry: readable(entry, is_inside), store, area, self._touch)
 
     def _touch(self) -> None:
         self.revision += 1
@@ -555,19 +539,19 @@ class OpenSource:
     def editor(self) -> Editor | SourceError:
         """What edits the source, or why it cannot be edited."""
         with self.lock:
-            if self._editor is None:
-                self._editor = self._opened_editor()
+            if self._editor is None and is_remote(self.place):
+                what, do = (
+                    "a source behind an address can be looked at, not edited",
+                    "copy it to a disk, and open the copy",
+                )
+                self._editor = SourceError(what, where=self.place, do=do)
+            elif self._editor is None:
+                name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
+                try:
+                    self._editor = open_editor(self.place, self.folder / "kept" / name, **reading(self.data))
+                except SourceError as error:
+                    self._editor = error
             return self._editor
-
-    def _opened_editor(self) -> Editor | SourceError:
-        if is_remote(self.place):
-            do = "copy it to a disk, and open the copy"
-            return SourceError("a source behind an address can be looked at, not edited", where=self.place, do=do)
-        try:
-            name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
-            return open_editor(self.place, self.folder / "kept" / name, **reading(self.data))
-        except SourceError as error:
-            return error
 
     def set_prompt(self, row: int, seen: str, caption: int, text: str) -> Entry:
         """Write a caption of a row."""
@@ -629,9 +613,3 @@ class _Changing:
             self.source.list_again()
         if isinstance(error, ChangedError):
             raise CHANGED from error
-
-
-def _watch(image: Readable) -> list[Path]:
-    """The folder of an image in a file of its own, or the file that holds it."""
-    files = [file for file in getattr(image, "files", ()) if not is_remote(file)]
-    return [file if str(file) != str(image) else file.parent for file in files]

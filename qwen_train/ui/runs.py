@@ -105,23 +105,20 @@ class MetricsFile:
         if lines and self._too_long:
             lines, self._too_long = [b"", *lines[1:]], False
         for line in lines:
-            if line.strip():
-                self._add(line)
+            if not line.strip():
+                continue
+            values = parsed(line)
+            if values is None or values["step"] <= self.last:
+                self.damaged += 1
+                continue
+            self.last, self.lines = int(values.pop("step")), self.lines + 1
+            for name, value in values.items():
+                if name not in TIMES and (name in self.series or len(self.series) < MOST_NAMES):
+                    series = self.series.setdefault(name, Series())
+                    series.steps.append(self.last)
+                    series.values.append(value)
         if self._too_long or len(self._rest) > LONGEST:  # until the end of that line, nothing is kept
             self.damaged, self._too_long, self._rest = self.damaged + (not self._too_long), True, b""
-
-    def _add(self, line: bytes) -> None:
-        values = parsed(line)
-        if values is None or values["step"] <= self.last:
-            self.damaged += 1
-            return
-        self.last, self.lines = int(values.pop("step")), self.lines + 1
-        for name, value in values.items():
-            if name in TIMES or (name not in self.series and len(self.series) >= MOST_NAMES):
-                continue
-            series = self.series.setdefault(name, Series())
-            series.steps.append(self.last)
-            series.values.append(value)
 
 
 def parsed(line: bytes) -> dict[str, float] | None:
@@ -227,7 +224,9 @@ def listed(run: Path) -> dict[str, Any]:
     samples: dict[str, dict[str, Any]] = {}
     waiting = 0
     for step, name in steps:
-        found, latents = _images(run, name), _latents(run, name)
+        found = _images(run, name)
+        stems = (file.removesuffix(".safetensors") for file in _names(run / VALIDATION / name) if file.endswith("s"))
+        latents = {stem for stem in stems if re.fullmatch(r"[0-9a-f]{32}", stem)}
         waiting += len(latents - found.keys())
         for key in sorted(latents | found.keys()):
             if key not in samples:
@@ -280,11 +279,6 @@ def _size(path: Path) -> tuple[int, int]:
     if len(head) < 24 or not head.startswith(SIGNATURE):
         return 0, 0
     return int.from_bytes(head[16:20]), int.from_bytes(head[20:])
-
-
-def _latents(run: Path, folder: str) -> set[str]:
-    stems = (name.removesuffix(".safetensors") for name in _names(run / VALIDATION / folder) if name.endswith("s"))
-    return {stem for stem in stems if re.fullmatch(r"[0-9a-f]{32}", stem)}
 
 
 def _names(folder: Path) -> list[str]:
@@ -432,14 +426,10 @@ def is_running(folder: Path) -> bool:
         return False
     if match is None or match[2].strip() != socket.gethostname():
         return match is not None  # of another machine only the file is seen; a run removes it at its end
-    return _exists(int(match[1]))
-
-
-def _exists(process: int) -> bool:
     if WINDOWS:  # os.kill would send it Ctrl-C
         return True
     try:
-        os.kill(process, 0)
+        os.kill(int(match[1]), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # of another user

@@ -161,8 +161,12 @@ class Scan:
         return facts
 
     def _findings(self, facts: Sequence[Facts]) -> Findings:
-        repeated, firsts = _by_target(facts)
-        groups = {"repeated_target": repeated, "near_duplicate": self._near(facts, firsts)}
+        of_target: dict[str, list[int]] = defaultdict(list)
+        for row, each in enumerate(facts):
+            if each.target is not None:
+                of_target[each.target].append(row)
+        repeated = [group for group in of_target.values() if len(group) > 1]
+        groups = {"repeated_target": repeated, "near_duplicate": self._near(facts, of_target)}
         sizes = np.array([each.size for each in facts], np.float64).reshape(-1, 2)
         sizes[sizes == 0] = np.nan
         flags: dict[str, Sequence[int]] = {name: [row for group in groups[name] for row in group] for name in groups}
@@ -228,15 +232,6 @@ def _read(role: str, image: Readable) -> bytes:
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------
-
-
-def _by_target(facts: Sequence[Facts]) -> tuple[list[list[int]], dict[str, list[int]]]:
-    """Groups of rows with one target, and the rows of every target."""
-    rows: dict[str, list[int]] = defaultdict(list)
-    for row, each in enumerate(facts):
-        if each.target is not None:
-            rows[each.target].append(row)
-    return [group for group in rows.values() if len(group) > 1], rows
 
 
 def _of_images(facts: Sequence[Facts], sizes: Floats, area: int) -> dict[str, Sequence[int]]:
@@ -430,15 +425,12 @@ class Thumbnails:
             self._written += len(data)
             if self._written > self.limit // 10:
                 self._written = 0
-                self._evict()
-
-    def _evict(self) -> None:
-        """Remove the oldest until nine tenths of the limit are left."""
-        found = [(path.stat(), path) for path in self.folder.glob("*/*")]
-        total = sum(state.st_size for state, _ in found)
-        for state, path in sorted(found, key=lambda each: each[0].st_mtime_ns):
-            if total <= 0.9 * self.limit:
-                break
-            with unless_in_use():
-                path.unlink(missing_ok=True)
-                total -= state.st_size
+                # Remove the oldest until nine tenths of the limit are left.
+                found = [(each.stat(), each) for each in self.folder.glob("*/*")]
+                total = sum(state.st_size for state, _ in found)
+                for state, old in sorted(found, key=lambda each: each[0].st_mtime_ns):
+                    if total <= 0.9 * self.limit:
+                        break
+                    with unless_in_use():
+                        old.unlink(missing_ok=True)
+                        total -= state.st_size

@@ -38,7 +38,13 @@ def supervise(folder: Path, on_begun: Callable[[], object]) -> None:
 
 
 def _run(job: Job, lock: int, on_begun: Callable[[], object]) -> int:
-    _ignore_signals(job)
+    # Signals are ignored by a handler, which the command does not inherit: there they do what they do by default. A run
+    # saves on SIGUSR1 while it trains; before and after, that must not end it.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    if job.kind == TRAIN:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
     with open(job.folder / OUTPUT, "ab") as errors, open(job.folder / RESULT, "wb") as result:
         try:
             process = subprocess.Popen(
@@ -58,17 +64,6 @@ def _run(job: Job, lock: int, on_begun: Callable[[], object]) -> int:
     write_json(job.folder / STARTED, {"time": time.time(), "pid": process.pid, "began": began(process.pid)})
     on_begun()
     return process.wait()
-
-
-def _ignore_signals(job: Job) -> None:
-    """Ignore them by a handler, which the command does not inherit: there they do what they do by default.
-
-    A run saves on SIGUSR1 while it trains; before and after, that must not end it.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    if job.kind == TRAIN:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def main() -> None:

@@ -319,22 +319,18 @@ def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
         asked = planned(workspace, form)
         checked = checks.check(asked, key="train-plan")
         document = checked.document if isinstance(checked.document, dict) else None
-        fitting = [_changes_of(text) for text in (document or {}).get("do", [])]
+        fitting = []
+        for text in (document or {}).get("do", []):
+            if match := FITTING.fullmatch(text):  # settings, as `a.b=1 c.d=x (12 GB)`
+                parts = (part.partition("=") for part in match["changes"].split())
+                changes = {key: parse_yaml(value) for key, _, value in parts}
+                fitting.append({"text": text, "changes": changes, "size": match["size"] or ""})
         return {
             "line": asked.line,
             "plan": document,
-            "fitting": [each for each in fitting if each],
+            "fitting": fitting,
             "message": "" if document else checked.message,
         }
-
-
-def _changes_of(text: str) -> dict[str, Any] | None:
-    """Settings that would fit, as `plan` writes them: `a.b=1 c.d=x (12 GB)`; None for anything else."""
-    match = FITTING.fullmatch(text)
-    if match is None:
-        return None
-    parts = (part.partition("=") for part in match["changes"].split())
-    return {"text": text, "changes": {key: parse_yaml(value) for key, _, value in parts}, "size": match["size"] or ""}
 
 
 def _shown(prepared: Prepared) -> dict[str, Any]:
@@ -350,7 +346,10 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
     def add(prepared: Prepared, title: str) -> dict[str, Any]:
         name = workspace.shown(workspace.inside(prepared.folder))
         with adding:
-            _check_free(queue.list(), name)
+            for job in queue.list():
+                if job.kind == KIND and not job.is_ended and job.about.get("output_dir") == name:
+                    state = "waits in the queue" if job.state == "queued" else "is running"
+                    raise RefusedError(409, f"a run of {name} {state}", "wait for it, stop it, or name another folder")
             job = queue.add(title, KIND, prepared.command, prepared.devices, {"output_dir": name})
         return job.to_json()
 
@@ -386,14 +385,6 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
         )
         devices = () if asked.device == "cpu" else (asked.device,)
         return queue.add(f"Decode images of {name}", DECODE, command, devices, {"decoded": name}).to_json()
-
-
-def _check_free(jobs: Sequence[Job], name: str) -> None:
-    """RefusedError if a job that has not ended writes to this folder."""
-    for job in jobs:
-        if job.kind == KIND and not job.is_ended and job.about.get("output_dir") == name:
-            state = "waits in the queue" if job.state == "queued" else "is running"
-            raise RefusedError(409, f"a run of {name} {state}", "wait for it, stop it, or name another folder")
 
 
 def _earlier(jobs: Sequence[Job], workspace: Workspace, name: str) -> Job | None:
