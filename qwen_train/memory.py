@@ -712,7 +712,15 @@ def config_path(model: ModelConfig, component: str) -> Path:
     name = check_name(model.path)
     if Path(name).is_dir():
         return Path(name) / component / "config.json"
-    return _download(name, component, model.revision)
+
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", subfolder=component, revision=model.revision))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        what, do = "no such folder here, and none on the hub", str(error).splitlines()[0]
+        raise ModelError(what, where=name, do=do) from None
 
 
 def check_family(batches: Batches, transformer: dict[str, Any]) -> None:
@@ -725,15 +733,3 @@ def check_family(batches: Batches, transformer: dict[str, Any]) -> None:
             found=batches.family.name,
             do="name the model that it was built for, with --model",
         )
-
-
-def _download(name: str, component: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json", subfolder=component, revision=revision))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelError(
-            "no such folder here, and none on the hub", where=name, do=str(error).splitlines()[0]
-        ) from None

@@ -193,24 +193,21 @@ def only_run(out: Path, launch: Launch) -> Iterator[None]:
         raise ConfigError("this folder is a cache", where=out, do="name another with --out")
     with ExitStack() as held:
         if launch.is_main:
-            _lock(out, held)
+            is_new = not out.exists()
+            make_folder(out)
+            if is_new:
+                held.callback(_remove_empty, out)
+            try:
+                held.enter_context(locked(out / LOCK, remove=True))
+            except LockHeldError as error:
+                do = copies_advice() or "wait for it, or stop it first; or name another folder with --out"
+                what = "another run is writing to this folder"
+                raise TrainError(what, where=out, found=error.holder, do=do) from None
+            except NoLocksError as error:
+                (out / LOCK).unlink(missing_ok=True)
+                text = f"warning: {out}: files cannot be locked here ({error.strerror}): start no second run in it"
+                console().print(text, style="yellow", markup=False)
         yield
-
-
-def _lock(out: Path, held: ExitStack) -> None:
-    is_new = not out.exists()
-    make_folder(out)
-    if is_new:
-        held.callback(_remove_empty, out)
-    try:
-        held.enter_context(locked(out / LOCK, remove=True))
-    except LockHeldError as error:
-        do = copies_advice() or "wait for it, or stop it first; or name another folder with --out"
-        raise TrainError("another run is writing to this folder", where=out, found=error.holder, do=do) from None
-    except NoLocksError as error:
-        (out / LOCK).unlink(missing_ok=True)
-        text = f"warning: {out}: files cannot be locked here ({error.strerror}): start no second run in it"
-        console().print(text, style="yellow", markup=False)
 
 
 def _remove_empty(folder: Path) -> None:

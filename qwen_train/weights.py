@@ -57,8 +57,16 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
     """
     settings, kind, saved = config.train, config.model.quantization, model.transformer_config
     where = model.component("transformer") if model.transformer is None else Path(model.transformer)
-    if settings.method == "full":
-        _refuse_quantised(saved, kind, where)
+    quantised = saved.get("quantization_config")
+    if settings.method == "full" and (kind != "none" or quantised is not None):
+        raise ConfigError(
+            "train.method=full cannot train quantised weights",
+            where=where if quantised else None,
+            found=f"quant_method {quantised.get('quant_method')} in config.json"
+            if quantised
+            else f"model.quantization={kind}",
+            do="set train.method=lora" + ("" if quantised else ", or model.quantization=none"),
+        )
     if settings.offload_blocks:
         check_offload(config, saved)
     as_stored = settings.method == "full" and not settings.stochastic_rounding
@@ -218,7 +226,7 @@ def quantization_options(
 
     Raises ConfigError if the folder is already quantised.
     """
-    saved = _saved_quantization(folder)
+    saved = read_config(folder / "config.json").get("quantization_config")
     if kind == "none":
         by_bitsandbytes = saved is not None and saved.get("quant_method") == "bitsandbytes"
         return {"device_map": {"": device}} if by_bitsandbytes and is_accelerator(device) else {}
@@ -233,10 +241,6 @@ def quantization_options(
     if is_accelerator(device) and (kind == "nf4" or not offloaded):
         options["device_map"] = {"": device}
     return options
-
-
-def _saved_quantization(folder: Path) -> dict[str, Any] | None:
-    return read_config(folder / "config.json").get("quantization_config")
 
 
 def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> Any:
@@ -255,18 +259,6 @@ def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> A
         return diffusers.TorchAoConfig(weights, modules_to_not_convert=skipped)
     except ImportError as error:
         raise ConfigError(f"model.quantization={kind}: {error}", do=install_command("quantization")) from None
-
-
-def _refuse_quantised(config: Mapping[str, Any], kind: str, where: Path) -> None:
-    saved = config.get("quantization_config")
-    if kind == "none" and saved is None:
-        return
-    raise ConfigError(
-        "train.method=full cannot train quantised weights",
-        where=where if saved else None,
-        found=f"quant_method {saved.get('quant_method')} in config.json" if saved else f"model.quantization={kind}",
-        do="set train.method=lora" + ("" if saved else ", or model.quantization=none"),
-    )
 
 
 # ---- saving trained weights ------------------------------------------------------------------------------------------

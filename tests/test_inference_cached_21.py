@@ -28,7 +28,7 @@ from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import TrainConfig, ValidationConfig
 from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
-from qwen_train.training.validation import ValidationImages, evaluating, generator_of, noise
+from qwen_train.training.validation import ValidationImages, evaluating, noise, torch_generator
 from qwen_train.weights import prepare_for_training
 
 from .support.commands import run
@@ -211,7 +211,7 @@ def test_validation_images_are_those_of_the_stock_pipeline(guidance: float, cach
     config = ValidationConfig(num_images=1, num_inference_steps=STEPS)
     images = ValidationImages((sample,), config, 1, dict(pipeline.scheduler.config), QWEN_IMAGE_21)
     found = images.generate(sample, pipeline.transformer, CPU, torch.float32, guidance)
-    given = {"latents": noise(sample, generator_of(sample, "image"))[None]}
+    given = {"latents": noise(sample, torch_generator(sample, "image"))[None]}
     given |= {"negative_prompt": "", "true_cfg_scale": guidance} if guidance > 1 else {}
     assert relative(found, stock(pipeline, sample, CASES["three"], **given)) < TOLERANCE
 

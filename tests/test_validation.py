@@ -95,7 +95,7 @@ def test_a_sample_has_the_levels_and_noise_that_it_always_had() -> None:
     sample = open_cache(ROOT / "schemas" / "examples" / "valid" / "cache.v2")[0]
     draws = [noised.draws[0] for noised in validation.noised_samples(sample)]
     assert [draw.sigma for draw in draws] == pytest.approx([0.04407, 0.29407, 0.54407, 0.79407], abs=1e-6)
-    image = validation.noise(sample, validation.generator_of(sample, "image"))
+    image = validation.noise(sample, validation.torch_generator(sample, "image"))
     noise = [0.24393, 0.06613, -1.16073, 0.29183, -1.77157]
     assert [float(each[0, 0]) for each in (*(draw.noise for draw in draws), image)] == pytest.approx(noise, abs=1e-4)
 
@@ -174,7 +174,7 @@ def test_images_are_those_of_the_stock_pipeline(
             image=controls[sample.name],
             **embeds,
             **masks,
-            latents=validation.noise(sample, validation.generator_of(sample, "image"))[None],
+            latents=validation.noise(sample, validation.torch_generator(sample, "image"))[None],
             true_cfg_scale=guidance,
             num_inference_steps=3,
             height=16 * h,

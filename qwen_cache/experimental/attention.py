@@ -171,7 +171,13 @@ class AttentionRows:
     """For each row and phrase: the output of each layer at its tokens, the last one after `norm`."""
 
     def __init__(self, tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]], merge: Merge) -> None:
-        _check(tokens, images)
+        if len(tokens) != len(images) or not tokens:
+            raise ModelError("phrases and images are not of one batch", expected=len(images), found=len(tokens))
+        for number, (phrases, row_images) in enumerate(zip(tokens, images, strict=True)):
+            if not row_images:
+                raise ModelError("no image tokens", where=f"row {number}")
+            if not phrases or not all(phrases):
+                raise ModelError("a phrase has no token", where=f"row {number}")
         self._ends = [torch.tensor([len(phrase) for phrase in row]).cumsum(0).tolist() for row in tokens]
         self._positions = pad_sequence([torch.tensor([*chain(*row)]) for row in tokens], batch_first=True)
         self._chosen, self._last = self._positions, int(self._positions.max())
@@ -286,18 +292,12 @@ def attention_rows(
     For each row of the batch, `tokens` has the positions of each phrase's tokens in this pass, and `images` the images
     (`image_tokens`), with columns counted from the beginning of cached keys. `merge` reduces a phrase's tokens to one.
     """
-    decoder = _decoder(model)
+    decoder: Any = next((module for module in model.modules() if isinstance(module, tuple(QUERIES_AND_KEYS))), None)
+    if decoder is None:
+        raise ModelError("not a Qwen2.5-VL or Qwen3-VL", found=type(model).__name__)
+    if any(getattr(layer.self_attn, "sliding_window", None) for layer in decoder.layers):
+        raise ModelError("a layer has a sliding window", expected="full attention in every layer")
     rows = AttentionRows(tokens, images, merge)
-    handles = _hooks(decoder, rows)
-    try:
-        yield rows
-        rows.finish()
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _hooks(decoder: Any, rows: AttentionRows) -> list[Any]:
     queries, keys = next(names for kind, names in QUERIES_AND_KEYS.items() if isinstance(decoder, kind))
     handles = [decoder.register_forward_pre_hook(rows.begin, with_kwargs=True)]
     for layer in decoder.layers:
@@ -308,27 +308,12 @@ def _hooks(decoder: Any, rows: AttentionRows) -> list[Any]:
         ]
     for module in (*decoder.layers[:-1], decoder.norm):
         handles.append(module.register_forward_hook(rows.on_hidden))
-    return handles
-
-
-def _decoder(model: nn.Module) -> Any:
-    """The language model of a Qwen2.5-VL or Qwen3-VL."""
-    decoder: Any = next((module for module in model.modules() if isinstance(module, tuple(QUERIES_AND_KEYS))), None)
-    if decoder is None:
-        raise ModelError("not a Qwen2.5-VL or Qwen3-VL", found=type(model).__name__)
-    if any(getattr(layer.self_attn, "sliding_window", None) for layer in decoder.layers):
-        raise ModelError("a layer has a sliding window", expected="full attention in every layer")
-    return decoder
-
-
-def _check(tokens: Sequence[Phrases], images: Sequence[Sequence[ImageTokens]]) -> None:
-    if len(tokens) != len(images) or not tokens:
-        raise ModelError("phrases and images are not of one batch", expected=len(images), found=len(tokens))
-    for number, (phrases, row_images) in enumerate(zip(tokens, images, strict=True)):
-        if not row_images:
-            raise ModelError("no image tokens", where=f"row {number}")
-        if not phrases or not all(phrases):
-            raise ModelError("a phrase has no token", where=f"row {number}")
+    try:
+        yield rows
+        rows.finish()
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _heads(tensor: Float[Tensor, "B L *width"], head_dim: int) -> Float[Tensor, "B heads L head_dim"]:
@@ -517,11 +502,19 @@ def load_sam(folder: Path) -> Any:
 def refine(sam: Any, image: Image.Image, coarse_logits: torch.Tensor) -> torch.Tensor:
     """The sharpened mask of `image`, `[H, W]` in 0..1, from logits `[h, w]` of the whole image at any resolution."""
     frame = _frame(sam, image)
+    around = 0, frame.side - frame.width, 0, frame.side - frame.height
     coarse = coarse_logits.to(sam.device, torch.float32)[None, None]
+    scaled = image.convert("RGB").resize((frame.width, frame.height), Image.Resampling.BILINEAR)
+    pixels = torch.from_numpy((np.asarray(scaled) / 255 - MEAN) / STD).float().permute(2, 0, 1)
+    # The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; negative around the image.
+    prompt = interpolate(coarse, (frame.height, frame.width), mode="bilinear")
+    prompt = pad(prompt, around, value=min(-1.0, coarse.min().item()))
+    size = 4 * frame.side // sam.config.prompt_encoder_config.patch_size
+    prompt = interpolate(prompt, (size, size), mode="bilinear")
     output = sam(
-        pixel_values=_pixel_values(image, frame).to(sam.device, sam.dtype),
+        pixel_values=pad(pixels, around)[None].to(sam.device, sam.dtype),
         input_boxes=_box(coarse, image, frame).to(sam.dtype),
-        input_masks=_mask_prompt(sam, coarse, frame).to(sam.dtype),
+        input_masks=prompt.to(sam.dtype),
         multimask_output=False,
     )
     square = interpolate(output.pred_masks[:, 0].float(), (frame.side, frame.side), mode="bilinear")
@@ -538,12 +531,6 @@ def _frame(sam: Any, image: Image.Image) -> Frame:
     return Frame(side, int(image.height * scale + 0.5), int(image.width * scale + 0.5))
 
 
-def _pixel_values(image: Image.Image, frame: Frame) -> torch.Tensor:
-    scaled = image.convert("RGB").resize((frame.width, frame.height), Image.Resampling.BILINEAR)
-    pixels = torch.from_numpy((np.asarray(scaled) / 255 - MEAN) / STD).float().permute(2, 0, 1)
-    return pad(pixels, (0, frame.side - frame.width, 0, frame.side - frame.height))[None]
-
-
 def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor:
     """The bounding box of the mask, or else of the whole image, in the frame: `[1, 1, 4]`."""
     inside = interpolate(coarse, (image.height, image.width), mode="bilinear")[0, 0] > 0
@@ -553,12 +540,3 @@ def _box(coarse: torch.Tensor, image: Image.Image, frame: Frame) -> torch.Tensor
         x0, y0, x1, y1 = int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1
     across, down = frame.width / image.width, frame.height / image.height
     return torch.tensor([[[x0 * across, y0 * down, x1 * across, y1 * down]]], device=coarse.device)
-
-
-def _mask_prompt(sam: Any, coarse: torch.Tensor, frame: Frame) -> torch.Tensor:
-    """The logits in the frame, `[1, 1, S, S]` with S four times the embedding's grid; negative around the image."""
-    scaled = interpolate(coarse, (frame.height, frame.width), mode="bilinear")
-    outside = min(-1.0, coarse.min().item())
-    framed = pad(scaled, (0, frame.side - frame.width, 0, frame.side - frame.height), value=outside)
-    size = 4 * frame.side // sam.config.prompt_encoder_config.patch_size
-    return interpolate(framed, (size, size), mode="bilinear")

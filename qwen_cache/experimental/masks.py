@@ -92,7 +92,9 @@ class MaskHead(nn.Module):
 
     def forward(self, stack: torch.Tensor) -> torch.Tensor:
         height, width = self.output_size(*stack.shape[-2:])
-        x = interpolate(_normalised(stack), (height, width), mode="bilinear")
+        stack = stack.float()  # each channel is divided by its sum: the place of attention counts, not its strength
+        stack = stack / stack.sum((-2, -1), keepdim=True).clamp(min=1e-12)
+        x = interpolate(stack, (height, width), mode="bilinear")
         x = pad(x, (0, -width % 8, 0, -height % 8))
         skipped = []
         for stage in self.down[:-1]:
@@ -112,12 +114,6 @@ def _layer(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
 
 def _convolutions(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(_layer(inputs, outputs, 3), _layer(outputs, outputs, 3))
-
-
-def _normalised(stack: torch.Tensor) -> torch.Tensor:
-    """Each channel divided by its sum: the place of attention counts, not its strength."""
-    stack = stack.float()
-    return stack / stack.sum((-2, -1), keepdim=True).clamp(min=1e-12)
 
 
 def mask_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -167,9 +163,13 @@ def train_head(
         head = MaskHead(shapes[0][0], settings.base, settings.size).to(settings.device)
     optimizer = torch.optim.AdamW(head.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
     batches = _batches(shapes, settings.batch_size, seed)
+    warm_up = WARM_UP * settings.steps
     for step in range(settings.steps):
+        scale = (step + 1) / (warm_up + 1)  # linear warm-up, then cosine decay to 0
+        if step >= warm_up:
+            scale = 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (settings.steps - warm_up)))
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * _lr_scale(step, settings.steps)
+            group["lr"] = settings.lr * scale
         chosen = [samples[index] for index in next(batches)]
         logits = head(torch.stack([stack for stack, _ in chosen]).to(settings.device))
         size = tuple(logits.shape[-2:])
@@ -191,14 +191,6 @@ def mean_iou(head: MaskHead, samples: Sequence[Sample]) -> float:
         rows, columns = mask.shape
         total += iou(predict_mask(head, stack, (rows, columns)).cpu(), mask)
     return total / len(samples)
-
-
-def _lr_scale(step: int, steps: int) -> float:
-    """The factor of the learning rate: linear warm-up, then cosine decay to 0."""
-    warm_up = WARM_UP * steps
-    if step < warm_up:
-        return (step + 1) / (warm_up + 1)
-    return 0.5 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
 
 
 def _batches(shapes: Sequence[tuple[int, ...]], batch_size: int, seed: int) -> Iterator[list[int]]:

@@ -110,7 +110,19 @@ class Mixture:
                 do = "run `qwen-cache build`" + (", or remove it from train.caches" if len(caches) > 1 else "")
                 raise ConfigError("the cache has no samples", where=cache.folder, do=do)
         for one, other in combinations(caches, 2):
-            _check_compatible(one, other)
+            names = entries_to_match(one.recipe.recipe, other.recipe.recipe)
+            a, b = _compared_properties(one, names), _compared_properties(other, names)
+            if _have_equal_latents(a, b, one, other):
+                del a["vae"]
+            for what in a:
+                if what in b and a[what] != b[what]:
+                    raise ConfigError(
+                        f"these caches cannot be trained together: they differ in {what}",
+                        expected=f"{a[what]}, as in {one.folder}",
+                        found=f"{b[what]} in {other.folder}",
+                        do="build both with the same model, cache.dtype and cache.text_quantization, or remove one "
+                        "from train.caches",
+                    )
         self.caches, self.entries = tuple(caches), tuple(entries)
         self.ends = list(accumulate(map(len, caches)))
         self.table = pa.concat_tables([cache.table.select(COLUMNS) for cache in caches])
@@ -260,22 +272,6 @@ def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture
 def _trained_as(entry: WeightedCache) -> list[float | bool]:
     """What decides how the samples of a cache are trained: its weight, then what differs from the defaults."""
     return [entry.weight, *([entry.teacher, entry.loss_weight] if entry.teacher or entry.loss_weight != 1 else [])]
-
-
-def _check_compatible(first: Cache, other: Cache) -> None:
-    names = entries_to_match(first.recipe.recipe, other.recipe.recipe)
-    a, b = _compared_properties(first, names), _compared_properties(other, names)
-    if _have_equal_latents(a, b, first, other):
-        del a["vae"]
-    for what in a:
-        if what in b and a[what] != b[what]:
-            raise ConfigError(
-                f"these caches cannot be trained together: they differ in {what}",
-                expected=f"{a[what]}, as in {first.folder}",
-                found=f"{b[what]} in {other.folder}",
-                do="build both with the same model, cache.dtype and cache.text_quantization, or remove one from "
-                "train.caches",
-            )
 
 
 def _have_equal_latents(a: Mapping[str, Any], b: Mapping[str, Any], *caches: Cache) -> bool:

@@ -118,21 +118,19 @@ class ServedSamples:
             self._client = opened.enter_context(client)
             self._threads = ThreadPoolExecutor(THREADS, "encode-at")
             opened.callback(self._threads.shutdown, wait=False, cancel_futures=True)
-            self._plan(config, to_encode.source)
-            self._opened = opened.pop_all()
 
-    def _plan(self, config: Config, source: str) -> None:
-        self._job, self._planned = self._waited(self._threads.submit(plan_at, config, source, self._client))
-        job = self._job
-        tokens = self._waited(self._threads.submit(text_tokens, self._client, self._planned))
-        shapes = [sample.img_shapes for sample in self._planned]
-        self.format_version: int = job.format_version
-        self.prompt_embeds_width: int = job.model.text_width
-        self._token_counts = np.array([[token_count(each) for each in shapes], tokens], dtype=np.int64)
-        self._target_tokens = np.array([token_count(each[:1]) for each in shapes], dtype=np.int64)
-        identity = dataset_identity(sample.key for sample in self._planned)
-        self.recipe = Recipe(job.recipe, len(shapes), identity)
-        self.pipelines: tuple[str, ...] = (str(job.recipe["pipeline"]),)
+            planning = self._threads.submit(plan_at, config, to_encode.source, self._client)
+            self._job, self._planned = self._waited(planning)
+            tokens = self._waited(self._threads.submit(text_tokens, self._client, self._planned))
+            shapes = [sample.img_shapes for sample in self._planned]
+            self.format_version: int = self._job.format_version
+            self.prompt_embeds_width: int = self._job.model.text_width
+            self._token_counts = np.array([[token_count(each) for each in shapes], tokens], dtype=np.int64)
+            self._target_tokens = np.array([token_count(each[:1]) for each in shapes], dtype=np.int64)
+            identity = dataset_identity(sample.key for sample in self._planned)
+            self.recipe = Recipe(self._job.recipe, len(shapes), identity)
+            self.pipelines: tuple[str, ...] = (str(self._job.recipe["pipeline"]),)
+            self._opened = opened.pop_all()
 
     @property
     def identity(self) -> str:

@@ -584,7 +584,17 @@ def check_comparison(path: Path) -> None:
 def save_comparison(path: Path, rows: Iterable[Comparison], count: int) -> None:
     """Write the PNG or the page of at most `count` rows, and remove the other form of an earlier run."""
     if path.suffix == ".html":
-        _save_page(path, rows, count)
+        folder, listed, kept = _image_folder(path), [], set[str]()
+        make_folder(folder)
+        with counting("comparing", count) as advance:
+            for number, each in enumerate(rows, 1):
+                images = list(_saved_images(folder, number, each))
+                kept |= {image["file"] for image in images}
+                listed.append({"number": number, "name": each.name, "prompt": each.prompt, "images": images})
+                advance(1)
+        text = render("compare.html.jinja", title="With and without the LoRA", rows=listed, part_rows=ROWS)
+        write_durably(path, text.encode("utf-8"))
+        _remove_images(folder, kept)
         png = path.with_suffix(".png")
         if os.path.lexists(png) and recorded_hash(png) == PAGE_HASH:
             png.unlink()
@@ -596,20 +606,6 @@ def save_comparison(path: Path, rows: Iterable[Comparison], count: int) -> None:
     if _is_our_page(page):
         page.unlink()
         _remove_images(_image_folder(page), keep=set())
-
-
-def _save_page(path: Path, rows: Iterable[Comparison], count: int) -> None:
-    folder, shown, kept = _image_folder(path), [], set[str]()
-    make_folder(folder)
-    with counting("comparing", count) as advance:
-        for number, each in enumerate(rows, 1):
-            images = list(_saved_images(folder, number, each))
-            kept |= {image["file"] for image in images}
-            shown.append({"number": number, "name": each.name, "prompt": each.prompt, "images": images})
-            advance(1)
-    page = render("compare.html.jinja", title="With and without the LoRA", rows=shown, part_rows=ROWS)
-    write_durably(path, page.encode("utf-8"))
-    _remove_images(folder, kept)
 
 
 def _saved_images(folder: Path, number: int, each: Comparison) -> Iterator[dict[str, Any]]:

@@ -158,49 +158,17 @@ def condition_area(model: ModelFolder, config: PredictConfig) -> int:
 def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) -> None:
     """Raise ConfigError or ModelError for settings that this model cannot take."""
     check_offload(config.offload, devices)
-    _check_names(model, config)
-    _check_steps(model, config)
-    _check_sides(model, config)
-    transformer = model.transformer_config
-    if config.tabulated_modulation:
-        check_model(transformer)
-        if config.dtype != "bfloat16":
-            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
-            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
-    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
-    if distilled and given is None:
-        raise ConfigError(
-            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
-        )
-    if given is not None and not distilled:
-        raise ConfigError(
-            "this model is not guidance-distilled: the guidance scale would be ignored",
-            found=f"predict.guidance_scale={given:g}",
-            do="leave it out; use --true-cfg-scale with --negative-prompt",
-        )
-    if config.negative_prompt is not None and config.true_cfg_scale is None:
-        _check_default_guidance(model, config.negative_prompt)
-
-
-def _check_names(model: ModelFolder, config: PredictConfig) -> None:
-    """Raise ConfigError for a setting that the model's pipeline does not have."""
-    for name, reason in model.family.not_in_predict.items():
+    family = model.family
+    for name, reason in family.not_in_predict.items():
         value = getattr(config, name)
         if value != PredictConfig.model_fields[name].default:
             raise ConfigError(
-                f"{model.family.name} has no predict.{name}: {reason}",
+                f"{family.name} has no predict.{name}: {reason}",
                 found=f"predict.{name}={json.dumps(value)}",
                 do="leave it out",
             )
 
-
-def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
-    """The model's scheduler; ModelError if its settings cannot be read."""
-    return from_config(FlowMatchEulerDiscreteScheduler, model.scheduler_config)
-
-
-def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
-    """Raise ConfigError for steps that would be ignored, or that end in 0 / 0."""
+    # Steps that would be ignored, or that end in 0 / 0.
     saved = None if config.sigmas else model.sample_sigmas
     steps = config.num_inference_steps
     if saved and steps is not None:
@@ -218,29 +186,46 @@ def _check_steps(model: ModelFolder, config: PredictConfig) -> None:
         what = "the last sigma must be below 1" if sigmas else "one step is too few for this model's scheduler"
         raise ConfigError(what, found=found, do="end with a smaller sigma" if sigmas else "use at least 2")
 
-
-def _check_sides(model: ModelFolder, config: PredictConfig) -> None:
-    """Raise ConfigError for a side that the pipeline would round down."""
-    step = model.family.pixels_per_step
-    for name in ("height", "width"):
-        side = getattr(config, name)
-        if side is not None and side % step:
-            below = side // step * step
+    # Sides that the pipeline would round down.
+    for name, side in (("height", config.height), ("width", config.width)):
+        if side is not None and side % family.pixels_per_step:
+            below = side // family.pixels_per_step * family.pixels_per_step
+            above = below + family.pixels_per_step
             raise ConfigError(
-                f"the sides of {model.family.name} are multiples of {step} pixels",
-                expected=f"{below} or {below + step}" if below else f"{step} or more",
+                f"the sides of {family.name} are multiples of {family.pixels_per_step} pixels",
+                expected=f"{below} or {above}" if below else f"{above} or more",
                 found=f"predict.{name}={side}",
             )
 
-
-def _check_default_guidance(model: ModelFolder, negative_prompt: str) -> None:
-    """Raise ConfigError for a negative prompt that the pipeline's default would ignore."""
-    if model.family.predict_defaults["true_cfg_scale"] <= 1:
+    transformer = model.transformer_config
+    if config.tabulated_modulation:
+        check_model(transformer)
+        if config.dtype != "bfloat16":
+            what = "predict.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table"
+            raise ConfigError(what, found=f"predict.dtype={config.dtype}", do="set one of them back to its default")
+    distilled, given = transformer.get("guidance_embeds", False), config.guidance_scale
+    if distilled and given is None:
         raise ConfigError(
-            f"{model.family.name} generates without guidance by default, which would ignore the negative prompt",
-            found=f"predict.negative_prompt={json.dumps(negative_prompt, ensure_ascii=False)}",
+            "this model is guidance-distilled: it needs predict.guidance_scale", do="give --guidance-scale"
+        )
+    if given is not None and not distilled:
+        raise ConfigError(
+            "this model is not guidance-distilled: the guidance scale would be ignored",
+            found=f"predict.guidance_scale={given:g}",
+            do="leave it out; use --true-cfg-scale with --negative-prompt",
+        )
+    is_ignored = config.true_cfg_scale is None and family.predict_defaults["true_cfg_scale"] <= 1
+    if config.negative_prompt is not None and is_ignored:
+        raise ConfigError(
+            f"{family.name} generates without guidance by default, which would ignore the negative prompt",
+            found=f"predict.negative_prompt={json.dumps(config.negative_prompt, ensure_ascii=False)}",
             do="give --true-cfg-scale too, such as 4, or leave the negative prompt out",
         )
+
+
+def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
+    """The model's scheduler; ModelError if its settings cannot be read."""
+    return from_config(FlowMatchEulerDiscreteScheduler, model.scheduler_config)
 
 
 def check_count(model: ModelFolder, images: int) -> None:
@@ -408,9 +393,15 @@ def check_loras(
         for name, layer in transformer.named_modules()
         if isinstance(layer, nn.Linear)
     }
-    _check_types(loras, merge)
+    kinds = {lora.file: _type(lora.file) for lora in loras}
+    if len(titles := sorted({each.title for each in kinds.values()})) > 1 and not merge:
+        do = "add --merge, which merges one after the other"
+        raise ConfigError("adapters of several types need --merge", found=", ".join(titles), do=do)
     for lora in loras:
-        check_base(_type(lora.file), quantization, config, lora.file, UNPACKED)
+        if kinds[lora.file] == OFT and lora.weight != 1:
+            raise ConfigError("an OFT has no scale", where=lora.file, expected="weight 1", found=lora.weight)
+    for lora in loras:
+        check_base(kinds[lora.file], quantization, config, lora.file, UNPACKED)
         check_fit(read_lora(lora.file), layers, f"{lora.file}: ")
         origin = origin_of(lora.file)
         if origin.get("pipeline", model.pipeline) != model.pipeline:
@@ -472,28 +463,13 @@ def _load_by_peft(pipeline: Any, loras: dict[str, WeightedLora], merge: bool) ->
         set_weights(pipeline, list(loras.values()))
 
 
-def _check_types(loras: Sequence[WeightedLora], merge: bool) -> None:
-    """Raise ConfigError for types that cannot be combined, or that cannot be weighted."""
-    kinds = {lora.file: _type(lora.file) for lora in loras}
-    if len(titles := sorted({kind.title for kind in kinds.values()})) > 1 and not merge:
-        do = "add --merge, which merges one after the other"
-        raise ConfigError("adapters of several types need --merge", found=", ".join(titles), do=do)
-    for lora in loras:
-        if kinds[lora.file] == OFT and lora.weight != 1:
-            raise ConfigError("an OFT has no scale", where=lora.file, expected="weight 1", found=lora.weight)
-
-
 def _type(file: Path) -> AdapterType:
     """LoRA for what cannot be read, too: reading says why."""
     try:
-        return type_of_names(_names(file))
+        with safe_open(file, framework="np") as opened:
+            return type_of_names(opened.keys())
     except UNREADABLE:
         return LORA
-
-
-def _names(file: Path) -> list[str]:
-    with safe_open(file, framework="np") as opened:
-        return list(opened.keys())
 
 
 # ---- pipeline --------------------------------------------------------------------------------------------------------

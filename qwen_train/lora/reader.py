@@ -271,15 +271,32 @@ def read_lora(file: Path) -> Lora:
         given = _settings(header, tensors, file)
     except (SafetensorError, OSError, ValueError, AttributeError, TypeError) as error:
         raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=file) from None
-    _check_numbers(tensors, file)
+    for name, tensor in tensors.items():
+        where = f"{file}: {name}"
+        if tensor.dtype not in FLOATS and not (name.endswith(".alpha") and tensor.dtype in INTEGERS):
+            expected = " or ".join(_title(dtype) for dtype in FLOATS)
+            what = "the tensors of a LoRA are floating-point numbers"
+            raise TrainError(what, where=where, expected=expected, found=_title(tensor.dtype))
+        if not tensor.numel():
+            raise TrainError("a LoRA of rank 0 changes nothing", where=where, found=f"shape {tuple(tensor.shape)}")
+        if count := tensor.numel() - int(tensor.isfinite().sum()):
+            what, do = "this LoRA is broken", "take an earlier checkpoint of it, or another file"
+            found = f"{count} of {tensor.numel()} numbers NaN or infinite"
+            raise TrainError(what, where=where, expected="finite numbers", found=found, do=do)
     origin = given.pop(ORIGIN, {})
     origin = origin if isinstance(origin, dict) else {}
     weights, alphas = peft_names(tensors, file)
-    kind = type_of_names(weights)
+    kind, modules = type_of_names(weights), by_module(weights, file)
     if kind == LORA:
-        _check_pairs(weights, file)
+        for module, own in modules.items():
+            shapes = [tuple(own[name].shape) for name in (DOWN, UP) if name in own]
+            if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1]:
+                where = f"{file}: {module}.{next(iter(own))}"
+                found = f"shapes {shapes[0]} and {shapes[1]}" if len(shapes) == 2 else "none"
+                raise TrainError("a matrix has no partner of its rank", where=where, found=found)
+        if not weights:
+            raise TrainError("not a LoRA: it has no weights", where=file)
         return Lora(weights, check_settings(given, weights, file) or settings_of(weights, alphas), origin)
-    modules = by_module(weights, file)
     for module, own in modules.items():
         layer_shape(kind, own, f"{file}: {module}")
     if given:
@@ -306,37 +323,8 @@ def _settings(header: Mapping[str, str], names: Iterable[str], file: Path) -> di
         raise TrainError(f"these are not peft's settings: {first_line(error)}", where=config) from None
 
 
-def _check_numbers(tensors: Mapping[str, Tensor], file: Path) -> None:
-    """Raise TrainError for a tensor that no adapter can have, by its name."""
-    for name, tensor in tensors.items():
-        where = f"{file}: {name}"
-        if tensor.dtype not in FLOATS and not (name.endswith(".alpha") and tensor.dtype in INTEGERS):
-            expected = " or ".join(_title(dtype) for dtype in FLOATS)
-            what = "the tensors of a LoRA are floating-point numbers"
-            raise TrainError(what, where=where, expected=expected, found=_title(tensor.dtype))
-        if not tensor.numel():
-            raise TrainError("a LoRA of rank 0 changes nothing", where=where, found=f"shape {tuple(tensor.shape)}")
-        if count := tensor.numel() - int(tensor.isfinite().sum()):
-            what, do = "this LoRA is broken", "take an earlier checkpoint of it, or another file"
-            found = f"{count} of {tensor.numel()} numbers NaN or infinite"
-            raise TrainError(what, where=where, expected="finite numbers", found=found, do=do)
-
-
 def _title(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _check_pairs(weights: Mapping[str, Tensor], file: Path) -> None:
-    """Raise TrainError if a module lacks one of its two matrices, or their ranks differ."""
-    for module, own in by_module(weights, file).items():
-        shapes = [tuple(own[name].shape) for name in (DOWN, UP) if name in own]
-        if [len(shape) for shape in shapes] == [2, 2] and shapes[0][0] == shapes[1][1]:
-            continue
-        where = f"{file}: {module}.{next(iter(own))}"
-        found = f"shapes {shapes[0]} and {shapes[1]}" if len(shapes) == 2 else "none"
-        raise TrainError("a matrix has no partner of its rank", where=where, found=found)
-    if not weights:
-        raise TrainError("not a LoRA: it has no weights", where=file)
 
 
 def _of_another_trainer(

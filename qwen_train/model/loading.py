@@ -472,11 +472,7 @@ def _parameter(whole: Tensor, name: str, tensor: StoredTensor, kind: type[Any], 
         return unpacked(whole, tensor).to(dtype)
     if tensor.is_packed:
         return _packed(stored(whole, tensor), tensor)
-    return _float8(stored(whole, tensor), _row_scales(whole, tensor), dtype)
-
-
-def _float8(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Any:
-    """torchao's weight-only fp8 tensor, which takes the place of a weight in `dtype`."""
+    values, scales = stored(whole, tensor), _row_scales(whole, tensor)
     quantization = importlib.import_module("torchao.quantization")
     return quantization.Float8Tensor(values, scales, block_size=[1, values.shape[1]], dtype=dtype)
 

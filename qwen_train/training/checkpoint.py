@@ -96,7 +96,19 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
         if tensors is not None:
             if final.exists():  # only another run can have written it; where files cannot be locked there may be one
                 raise FileExistsError(errno.EEXIST, "another run has written it", str(final))
-            _write(final, run, weights, tensors, state)
+            with whole_folder(final) as temporary:
+                for suffix, values in weights.items():
+                    write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix), run.origin)
+                seen: set[int] = set()
+                for name, tensor in tensors.items():  # optimizers may share tensors; safetensors refuses that
+                    tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
+                    seen.add(tensor.data_ptr())
+                # Without a copy in memory, as `write_durably` has: an optimizer's state can be larger than the model.
+                with whole_file(temporary / "state.safetensors") as file:
+                    save_file(tensors, file)
+                    sync_file(file)
+                write_durably(temporary / STATE, json.dumps(state).encode("utf-8"))
+                write_checksums(temporary)
             for _, old in checkpoints(folder)[:-keep] if keep else []:
                 remove_folder(old)
     return final
@@ -128,28 +140,6 @@ def _all_weights(run: Run, keep: bool) -> dict[str, dict[str, Tensor]]:
         with run.ema.swapped():
             weights[EMA_SUFFIX] = gather_weights(run.transformer, keep=keep)
     return weights
-
-
-def _write(
-    final: Path, run: Run, weights: dict[str, dict[str, Tensor]], tensors: dict[str, Tensor], state: dict[str, Any]
-) -> None:
-    with whole_folder(final) as temporary:
-        for suffix, values in weights.items():
-            write_weights(run.transformer, values, weights_path(run.transformer, temporary, suffix), run.origin)
-        _write_tensors(temporary / "state.safetensors", tensors)
-        write_durably(temporary / STATE, json.dumps(state).encode("utf-8"))
-        write_checksums(temporary)
-
-
-def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """`write_durably` without a copy in memory: an optimizer's state can be larger than the model."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():  # optimizers may share tensors; safetensors refuses that
-        tensors[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
-    with whole_file(path) as temporary:
-        save_file(tensors, temporary)
-        sync_file(temporary)
 
 
 @contextmanager
@@ -248,23 +238,17 @@ def _load_optimizer(optimizer: Any, state: dict[str, Any]) -> None:
     for group, fresh in zip(state["param_groups"], optimizer.param_groups, strict=True):
         group |= {name: fresh[name] for name in ("fused", "foreach") if name in fresh}
         group |= {n: tuple(v) for n, v in group.items() if isinstance(v, list) and isinstance(fresh.get(n), tuple)}
-    optimizer.load_state_dict(_distributed(state, optimizer))
     parameters = trained_parameters(optimizer)
+    for index, values in state["state"].items():  # each tensor is sharded like its parameter
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:
+                values[name] = distribute_like(value, parameters[index])
+    optimizer.load_state_dict(state)
     for index, values in state["state"].items():
         restored = optimizer.state[parameters[index]]
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dtype != restored[name].dtype:
                 restored[name] = value.to(restored[name].device)
-
-
-def _distributed(state: dict[str, Any], optimizer: Any) -> dict[str, Any]:
-    """An optimizer's state, each tensor sharded like its parameter."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, values in state["state"].items():
-        for name, value in values.items():
-            if isinstance(value, Tensor) and value.ndim:
-                values[name] = distribute_like(value, parameters[index])
-    return state
 
 
 def _random_state() -> dict[str, Any]:

@@ -148,8 +148,8 @@ class Follower:
 
     def _record(self, looked: int) -> None:
         """Write the sequence, unless this was a repetition, and remove what no checkpoint needs."""
-        is_repeated = looked and looked <= self._recorded.looked and self._is_recorded()
-        if not self.is_main or is_repeated:
+        is_recorded = self._recorded.taken[: len(self.taken)] == tuple(self.taken)
+        if not self.is_main or (looked and looked <= self._recorded.looked and is_recorded):
             return
         grown = len(self.taken) > len(self._recorded.taken)
         self._recorded = CommitSequence(tuple(self.taken), looked)
@@ -157,6 +157,3 @@ class Follower:
         if grown:
             kept = [len(taken_of(path)) for _, path in checkpoints(self.out)]
             remove_commits(self.out, self.taken[max(0, min(kept, default=len(self.taken)) - 1) :])
-
-    def _is_recorded(self) -> bool:
-        return self._recorded.taken[: len(self.taken)] == tuple(self.taken)

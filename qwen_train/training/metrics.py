@@ -165,15 +165,6 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return metrics
 
 
-def _tracker_settings(config: Config) -> dict[str, Any]:
-    """The settings that are not None, as trackers take them."""
-    return {
-        name: value if isinstance(value, bool | int | float | str) else str(value)
-        for name, value in config.flat().items()
-        if value is not None
-    }
-
-
 def start_tracker(accelerator: Any, config: Config, step: int | None = None) -> None:
     """Start a run in the tracker, with the settings; TensorBoard has no projects and takes no settings.
 
@@ -189,7 +180,12 @@ def start_tracker(accelerator: Any, config: Config, step: int | None = None) -> 
     name = logging.run_name or Path(config.train.output_dir).resolve().name
     option = RUN_NAME_OPTION.get(logging.report_to)
     options = {logging.report_to: {option: name}} if option else {}
-    accelerator.init_trackers(logging.project, _tracker_settings(config), options)
+    settings = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in config.flat().items()
+        if value is not None
+    }
+    accelerator.init_trackers(logging.project, settings, options)
 
 
 # ---- tracked images --------------------------------------------------------------------------------------------------

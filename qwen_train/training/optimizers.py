@@ -135,7 +135,7 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
     if not has_two_modes(optimizer):
         yield
         return
-    local = [_local(parameter) for parameter in trained_parameters(optimizer)]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in trained_parameters(optimizer)]
     kept = [tensor.detach().to("cpu", copy=True) for tensor in local]
     optimizer.eval()
     try:
@@ -145,10 +145,6 @@ def evaluation_weights(optimizer: Any) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(local, kept, strict=True):
                 tensor.copy_(value)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def schedule_warning(config: Config, optimizer: Any) -> str | None:

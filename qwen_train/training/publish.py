@@ -159,8 +159,20 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
     TrainError or ConfigError for a folder without a result, a damaged LoRA, and a base without a name on the hub.
     """
     is_full = (folder / FULL).is_dir() and not (folder / WEIGHTS_NAME).is_file()
-    adapter = None if is_full else _adapter(find_lora(folder))
-    origin = adapter.origin if adapter else {}
+    adapter: Adapter | None = None
+    origin: dict[str, Any] = {}
+    if not is_full:
+        file = find_lora(folder)
+        try:
+            check_safetensors(file, TrainError)
+            with safe_open(file, framework="np") as opened:
+                settings, kind = settings_in(opened.metadata()), type_of_names(opened.keys())
+        except (OSError, SafetensorError, ValueError) as error:
+            raise TrainError(f"the LoRA cannot be read: {first_line(error)}", where=file) from None
+        written = settings.pop(ORIGIN, {})
+        origin = written if isinstance(written, dict) else {}
+        settings = {name.removeprefix(f"{PREFIX}."): value for name, value in settings.items()}
+        adapter = Adapter(kind, settings, origin)
     run = run_of(folder)
     if not (run / CONFIG_NAME).is_file() or not (run / RUN_FACTS_NAME).is_file():
         expected, do = (
@@ -174,31 +186,15 @@ def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[
         raise TrainError("the run names no known pipeline", where=run, expected=" or ".join(PIPELINES), found=name)
     pipeline = PIPELINES[str(name)]
     base = base_model or str(origin.get("model") or config.model.path or "")
-    return RunFacts(folder, config, facts, adapter, pipeline, _checked_base(base, base_model, pipeline))
-
-
-def _adapter(file: Path) -> Adapter:
-    """What the file of an adapter says; TrainError if it is damaged."""
-    try:
-        check_safetensors(file, TrainError)
-        with safe_open(file, framework="np") as opened:
-            settings, kind = settings_in(opened.metadata()), type_of_names(opened.keys())
-    except (OSError, SafetensorError, ValueError) as error:
-        raise TrainError(f"the LoRA cannot be read: {first_line(error)}", where=file) from None
-    origin = settings.pop(ORIGIN, {})
-    settings = {name.removeprefix(f"{PREFIX}."): value for name, value in settings.items()}
-    return Adapter(kind, settings, origin if isinstance(origin, dict) else {})
-
-
-def _checked_base(base: str, given: str | None, pipeline: Pipeline) -> str:
-    """The base's repository; ConfigError for a local folder, whose name on the hub nobody knows."""
+    is_named = False
     with suppress(ConfigError):
         check_repository_name(base)
-        if base.count("/") == 1 and (given or not Path(base).exists()):
-            return base
-    do = f"name the repository that it is, or comes from: --base-model {pipeline.models[0]}"
-    what = "the base model has no name on the hub"
-    raise ConfigError(what, expected="OWNER/NAME", found=given or Path(base).name or "none", do=do)
+        is_named = base.count("/") == 1 and bool(base_model or not Path(base).exists())
+    if not is_named:
+        do = f"name the repository that it is, or comes from: --base-model {pipeline.models[0]}"
+        what = "the base model has no name on the hub"
+        raise ConfigError(what, expected="OWNER/NAME", found=base_model or Path(base).name or "none", do=do)
+    return RunFacts(folder, config, facts, adapter, pipeline, base)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -209,8 +205,16 @@ def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
     checksums its meaning."""
     if run.adapter:
         yield WEIGHTS_NAME, run.folder / WEIGHTS_NAME
-        if run.adapter.type in BY_PEFT:
-            yield from _for_peft(run.adapter, run.folder / WEIGHTS_NAME)
+        if run.adapter.type in BY_PEFT:  # the same as the two files that `PeftModel` takes: only names change
+            config = {**run.adapter.settings, "peft_type": run.adapter.type.peft_type, "inference_mode": True}
+            yield "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode("utf-8")
+            data = (run.folder / WEIGHTS_NAME).read_bytes()
+            end = 8 + int.from_bytes(data[:8], "little")
+            header = {name: value for name, value in json.loads(data[8:end]).items() if name != "__metadata__"}
+            renamed = {f"base_model.model.{name.removeprefix(f'{PREFIX}.')}": value for name, value in header.items()}
+            text = json.dumps(renamed).encode("utf-8")
+            sizes = len(text).to_bytes(8, "little")
+            yield "adapter_model.safetensors", b"".join(sealed(sizes + text + data[end:]))
         return
     folder = run.folder / FULL
     listed = folder if (folder / CHECKSUMS).is_file() else run.folder
@@ -223,18 +227,6 @@ def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
             yield name, (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         else:
             yield name, path
-
-
-def _for_peft(adapter: Adapter, path: Path) -> Iterator[tuple[str, bytes]]:
-    """The same weights as the two files that `peft.PeftModel.from_pretrained` takes: only names change."""
-    config = {**adapter.settings, "peft_type": adapter.type.peft_type, "inference_mode": True}
-    yield "adapter_config.json", json.dumps(config, indent=2, sort_keys=True).encode("utf-8")
-    data = path.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = {name: value for name, value in json.loads(data[8:end]).items() if name != "__metadata__"}
-    renamed = {f"base_model.model.{name.removeprefix(f'{PREFIX}.')}": value for name, value in header.items()}
-    text = json.dumps(renamed).encode("utf-8")
-    yield "adapter_model.safetensors", b"".join(sealed(len(text).to_bytes(8, "little") + text + data[end:]))
 
 
 def _images(run: Path) -> list[ShownImage]:
@@ -285,7 +277,15 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     licence = run.family.licence
     link = f"https://huggingface.co/{run.pipeline.models[0]}/blob/main/LICENSE"
     extra: dict[str, Any] = {"instance_prompt": trigger} if trigger else {}
-    extra |= {"widget": [_widget(image) for image in images]} if images else {}
+    for image in images:
+        parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
+        output = {"url": f"{IMAGES}/{image.name}"}
+        extra.setdefault("widget", []).append({"text": image.prompt or " ", **parameters, "output": output})
+    edits = run.pipeline.min_controls > 0
+    if run.pipeline.min_controls == 0 and run.pipeline.max_controls != 0:
+        edits = any((run.run / VALIDATION / "controls").glob("*"))
+    # Under the tag `lora` the hub shows how a pipeline loads one, which is wrong for other types.
+    tags = [run.adapter.type.name, "template:sd-lora"] if run.adapter else []
     is_known = licence == "apache-2.0"  # else one that the hub does not list
     data = ModelCardData(
         base_model=run.base_model,
@@ -293,8 +293,8 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
         license=licence if is_known else "other",
         license_name=None if is_known else licence,
         license_link=None if is_known else link,
-        pipeline_tag=_pipeline_tag(run),
-        tags=[*_adapter_tags(run), "diffusers", "qwen-image", "qwen-cache"],
+        pipeline_tag="image-to-image" if edits else "text-to-image",
+        tags=[*tags, "diffusers", "qwen-image", "qwen-cache"],
         base_model_relation="adapter" if run.adapter else "finetune",
         **extra,
     )
@@ -304,16 +304,6 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     parts += ["## Training", _table([("setting", "value"), *_settings(run)])]
     parts += ["## Dataset", _table([("", "value"), *_dataset(run)])]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
-
-
-def _widget(image: ShownImage) -> dict[str, Any]:
-    parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
-    return {"text": image.prompt or " ", **parameters, "output": {"url": f"{IMAGES}/{image.name}"}}
-
-
-def _adapter_tags(run: RunFacts) -> list[str]:
-    """The hub's tags: under `lora` it shows how a pipeline loads one, which is wrong for other types."""
-    return [run.adapter.type.name, "template:sd-lora"] if run.adapter else []
 
 
 def _introduction(run: RunFacts, trigger: str | None, link: str) -> str:
@@ -333,13 +323,6 @@ def _introduction(run: RunFacts, trigger: str | None, link: str) -> str:
             "these weights too."
         )
     return text
-
-
-def _pipeline_tag(run: RunFacts) -> str:
-    edits = run.pipeline.min_controls > 0
-    if run.pipeline.min_controls == 0 and run.pipeline.max_controls != 0:
-        edits = any((run.run / VALIDATION / "controls").glob("*"))
-    return "image-to-image" if edits else "text-to-image"
 
 
 def _code(run: RunFacts, repo: str) -> str:

@@ -86,7 +86,9 @@ def renew_report(folder: Path) -> None:
 
 def page(folder: Path) -> str:
     """The whole document."""
-    metrics, damaged = _metrics(folder / METRICS_NAME)
+    lines = [line for line in read_file(folder / METRICS_NAME).split(b"\n") if line.strip()]
+    metrics = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
+    damaged = len(lines) - len(metrics)
     facts, text, per_step = _object(folder / RUN_FACTS_NAME), _text(folder / CONFIG_NAME), samples_per_step(folder)
     parts = ((RUN_FACTS_NAME, facts), (CONFIG_NAME, text), ("the state.json of the newest checkpoint", per_step))
     unread = [f"{plural(damaged, 'line')} of {METRICS_NAME}"] if damaged else []
@@ -125,7 +127,8 @@ def overview(folder: Path, metrics: Metrics, facts: Mapping[str, Any], per_step:
     yield from times(metrics)
     speeds = [speed for _, speed in series(metrics, "samples_per_second") if speed > 0]
     if per_step and speeds and _is_number(seconds := per_step / (usual := median(speeds))):
-        yield "speed", f"{_duration(seconds)} for a step: {number(1 / seconds)} steps/s, {number(usual)} samples/s"
+        duration = human_time(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+        yield "speed", f"{duration} for a step: {number(1 / seconds)} steps/s, {number(usual)} samples/s"
     yield from losses(metrics)
     sizes = [f"{path}, {human_bytes(size)}" for path, size in outcome(folder)]
     if sizes:
@@ -284,8 +287,11 @@ def validation_samples(folder: Path) -> list[ValidationSample]:
     """The samples of the newest two steps, since the images of the newest may still come, by their names."""
     decoded = {path.parent for path in (folder / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
-    newest = [_generated(path) for _, path in steps[-2:]]
-    stems = dict.fromkeys(stem for of_step in newest for stem in of_step)
+    stems: dict[str, None] = {}
+    for _, path in steps[-2:]:
+        pngs = sorted(path.glob("*.png"))
+        further = {png_of(png, i) for png in pngs for i in range(1, len(_scales(_metadata(png))))}
+        stems |= dict.fromkeys(png.stem for png in pngs if png not in further)
     found = [_validation_sample(folder / VALIDATION, stem, shown_steps(steps)) for stem in stems]
     return sorted(found, key=lambda sample: natural_order(sample.name))
 
@@ -300,13 +306,6 @@ def shown_steps(steps: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
     if len(steps) <= SHOWN_STEPS:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (SHOWN_STEPS - 1))] for i in range(SHOWN_STEPS)]
-
-
-def _generated(decoded: Path) -> list[str]:
-    """The names of the files with the images of a step, without the numbers of a file's further images."""
-    pngs = sorted(decoded.glob("*.png"))
-    further = {png_of(path, i) for path in pngs for i in range(1, len(_scales(_metadata(path))))}
-    return [path.stem for path in pngs if path not in further]
 
 
 def _validation_sample(folder: Path, stem: str, steps: Sequence[tuple[int, Path]]) -> ValidationSample:
@@ -373,13 +372,6 @@ def _image(path: Path, caption: str) -> Thumbnail:
 # ---- files of the run ------------------------------------------------------------------------------------------------
 
 
-def _metrics(path: Path) -> tuple[Metrics, int]:
-    """The valid lines, and the number of invalid ones."""
-    lines = [line for line in read_file(path).split(b"\n") if line.strip()]
-    valid = [values for line in lines if (values := _parsed(line)) and _is_measured(values)]
-    return valid, len(lines) - len(valid)
-
-
 def _is_measured(values: Mapping[str, Any]) -> bool:
     """True if all values are numbers (NaN and infinities included), and one is the step."""
     numbers = all(_is_number(value) or (type(value) is float and not math.isfinite(value)) for value in values.values())
@@ -417,10 +409,6 @@ def _settings(path: Path) -> Config | None:
 
 def _text_of(value: Any) -> str:
     return number(value) if _is_number(value) else str(value)
-
-
-def _duration(seconds: float) -> str:
-    return human_time(seconds) if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _minute(seconds: float) -> str:

@@ -233,7 +233,10 @@ def taken_of(checkpoint: Path) -> tuple[TakenIn, ...]:
 def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """What to do about these differences: the command that continues, with the changes that are possible."""
     refused = differences(saved, current)
-    now, own = start.config.flat(), _own_settings(start.out)
+    now = start.config.flat()
+    own: Config | None = None
+    with suppress(ConfigError):
+        own = load_saved(start.out / CONFIG_NAME)
     was = own.flat() if own else {}
     for name, settings in CONTENT.items():
         if name in refused and all(was.get(each) == now[each] for each in settings):
@@ -250,12 +253,6 @@ def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) 
     changes |= {name: expected.get(name) for name in refused if name in before and name in now}
     command = resume_command(start.out, start.launch, changes, start.to_encode)
     return f"`{command}` continues the run; or {NEW_RUN}"
-
-
-def _own_settings(out: Path) -> Config | None:
-    with suppress(ConfigError):
-        return load_saved(out / CONFIG_NAME)
-    return None
 
 
 # ---- preflight -------------------------------------------------------------------------------------------------------
@@ -442,7 +439,20 @@ EXTRAS = {
 def check_optimizer(config: Config, processes: int) -> None:
     """ConfigError for an optimizer whose package is missing, and for stochastic rounding where it cannot work."""
     if config.train.stochastic_rounding:
-        _check_rounding(config, processes)
+        t, name = config.train, config.optimizer.name
+        refused = {
+            "train.method=lora": (t.method == "lora", "a LoRA is small: its weights stay in float32"),
+            f"train.mixed_precision={t.mixed_precision}": (t.mixed_precision != "bf16", "the weights are in bfloat16"),
+            f"optimizer.name={name}": (name not in ROUNDING, f"only {' and '.join(ROUNDING)} round so, by torchao"),
+            f"train.ema_decay={t.ema_decay}": (t.ema_decay > 0, "an average in bfloat16 would round its updates away"),
+            f"{processes} processes": (processes > 1, "each would round its copy of the weights differently"),
+        }
+        for found, (applies, reason) in refused.items():
+            if applies:
+                raise ConfigError(
+                    f"train.stochastic_rounding cannot be combined with {found}: {reason}",
+                    do="set train.stochastic_rounding=false, or change that",
+                )
     path = import_path(config)
     package = path.partition(".")[0]
     if find_spec(package) is None:
@@ -464,20 +474,3 @@ def not_importable(name: str, path: str, reason: object) -> ConfigError:
     extra = EXTRAS.get(path.partition(".")[0])
     do = install_command(extra) if extra else "install its package, or correct optimizer.name"
     return ConfigError(f"the optimizer {name} cannot be imported: {reason}", do=do)
-
-
-def _check_rounding(config: Config, processes: int) -> None:
-    t, name = config.train, config.optimizer.name
-    refused = {
-        "train.method=lora": (t.method == "lora", "a LoRA is small: its weights stay in float32"),
-        f"train.mixed_precision={t.mixed_precision}": (t.mixed_precision != "bf16", "the weights are in bfloat16"),
-        f"optimizer.name={name}": (name not in ROUNDING, f"only {' and '.join(ROUNDING)} round so, by torchao"),
-        f"train.ema_decay={t.ema_decay}": (t.ema_decay > 0, "an average in bfloat16 would round its updates away"),
-        f"{processes} processes": (processes > 1, "each would round its copy of the weights differently"),
-    }
-    for found, (applies, reason) in refused.items():
-        if applies:
-            raise ConfigError(
-                f"train.stochastic_rounding cannot be combined with {found}: {reason}",
-                do="set train.stochastic_rounding=false, or change that",
-            )

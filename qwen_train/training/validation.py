@@ -123,7 +123,7 @@ def rank_samples(samples: Sequence[Sample], accelerator: Any) -> Iterator[tuple[
         yield samples[i % len(samples)], i >= len(samples)
 
 
-def generator_of(sample: Sample, use: str) -> torch.Generator:
+def torch_generator(sample: Sample, use: str) -> torch.Generator:
     return torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{use} {sample.key}".encode()) >> 1)
 
 
@@ -134,7 +134,7 @@ def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
 
 def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
     """The sample at each of its noise levels, at an offset within their quarters that depends on its key."""
-    generator = generator_of(sample, "loss")
+    generator = torch_generator(sample, "loss")
     offset = float(torch.rand((), generator=generator))
     for level in range(LEVELS):
         draw = NoiseDraw((level + offset) / LEVELS, noise(sample, generator))
@@ -210,7 +210,7 @@ class ValidationImages:
         """The noise of the sample's seed, as in `predict` with that seed; without one it follows from the key."""
         if (seed := sample.seed) is not None:
             return initial_latents(sample, seed, dtype, self.family)
-        return noise(sample, generator_of(sample, "image"))
+        return noise(sample, torch_generator(sample, "image"))
 
 
 def make_validation_images(

@@ -8,7 +8,7 @@ named, and refused at the end.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,11 +46,6 @@ def show_images(folder: Path, decoder: Decoder, images: Iterable[Latents], track
     renew_report(folder)
 
 
-def _steps_of(images: Sequence[Latents]) -> str:
-    steps = sorted({step for image in images if (step := step_of(image.file)) is not None})
-    return f"step {', '.join(map(str, steps))}" if steps else "the cache"
-
-
 @dataclass
 class Watch:
     """The images of the run in `folder`, decoded by `decoder`."""
@@ -74,7 +69,9 @@ class Watch:
                     trackers = start_image_run(self.config, self.folder) if trackers is None else trackers
                     show_images(self.folder, self.decoder, images, trackers)
                     self.made += [image.png for image in images]
-                    console().print(f"{plural(len(images), 'image')} of {_steps_of(images)}", highlight=False)
+                    steps = sorted({step for image in images if (step := step_of(image.file)) is not None})
+                    of = f"step {', '.join(map(str, steps))}" if steps else "the cache"
+                    console().print(f"{plural(len(images), 'image')} of {of}", highlight=False)
                 if has_ended:
                     break
                 time.sleep(POLL_SECONDS)
@@ -92,18 +89,14 @@ class Watch:
             try:
                 images += not_decoded([file])
             except TrainError as error:
-                self._report_once(file, error)
+                with suppress(OSError):  # a file is named if it has not changed since it could not be read
+                    stat = file.stat()
+                    state = file, stat.st_size, stat.st_mtime_ns
+                    if state in self._faulty and state not in self._named:
+                        console().print(f"warning: {plain(error)}", style="yellow", markup=False)
+                        self._named.add(state)
+                    self._faulty.add(state)
         return images
-
-    def _report_once(self, file: Path, error: TrainError) -> None:
-        """Name a file that has not changed since it could not be read."""
-        with suppress(OSError):
-            stat = file.stat()
-            state = file, stat.st_size, stat.st_mtime_ns
-            if state in self._faulty and state not in self._named:
-                console().print(f"warning: {plain(error)}", style="yellow", markup=False)
-                self._named.add(state)
-            self._faulty.add(state)
 
     def _has_ended(self) -> bool:
         """True if the last step is saved, which comes after its images, and no run holds the lock."""

@@ -28,8 +28,7 @@ from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
 from qwen_train.ui.build import Form, build_of
 from qwen_train.ui.jobs import Checks
-from qwen_train.ui.opened import FILTERS, KEY, Check, OpenSource, View
-from qwen_train.ui.opened import version_of as version_of_entry
+from qwen_train.ui.opened import FILTERS, KEY, Check, OpenSource, View, version_of_entry
 from qwen_train.ui.scan import (
     FINDINGS,
     IN_GROUPS,

@@ -37,7 +37,7 @@ from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checked, Checks
-from qwen_train.ui.scan import Scan, areas
+from qwen_train.ui.scan import Scan, StoppedError, areas
 from qwen_train.ui.workspace import Workspace
 
 # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -274,11 +274,7 @@ VIEWS = 8
 CHANGED = RefusedError(409, "this row has changed meanwhile", "look at it as it is now, and repeat your change")
 
 
-class StoppedError(Exception):
-    """The listing is not needed any more."""
-
-
-def version_of(entry: Entry) -> str:
+def version_of_entry(entry: Entry) -> str:
     """A name of what the page shows of a row."""
     shown = (entry.names, entry.prompts, entry.phrase, entry.is_left_out, str(entry.mask))
     return content_hash(repr(shown).encode("utf-8", "backslashreplace"))[:12]
@@ -564,7 +560,7 @@ class OpenSource:
     def _edit(self, row: int, seen: str, change: Callable[[Editor, Entry], Entry]) -> Entry:
         with self.lock:
             editor, entry = self._writing(), self.entry(row)
-            if version_of(entry) != seen:
+            if version_of_entry(entry) != seen:
                 raise CHANGED
             with _Changing(self, editor):
                 new = change(editor, entry)
@@ -592,7 +588,7 @@ class OpenSource:
 
     def _replace(self, rows: Sequence[int], new: Sequence[Entry]) -> None:
         for row, entry in zip(rows, new, strict=True):
-            if version_of(entry) != version_of(self.entries[row]):
+            if version_of_entry(entry) != version_of_entry(self.entries[row]):
                 self.changed_since_check.add(entry.where)
             self.entries[row] = entry
             self._texts.pop(row, None)

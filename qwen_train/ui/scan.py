@@ -93,7 +93,7 @@ class Facts:
 
 
 class StoppedError(Exception):
-    """The scan was cancelled."""
+    """A listing or a scan is not needed any more."""
 
 
 class Scan:
