@@ -102,7 +102,7 @@ class QwenCacheError(Exception):
 
     @property
     def fault(self) -> str:
-        """What is wrong, expected and found, without the location and the fix."""
+        """The fault, expected and found, without the location and the fix."""
         return self._fault(str)
 
     def _fault(self, shown: Callable[[object], str]) -> str:

@@ -326,7 +326,7 @@ class SharedCache:
 
 @dataclass(frozen=True)
 class Changes:
-    """What a push does to a repository."""
+    """The effect of a push on a repository."""
 
     send: dict[str, Path | bytes]
     remove: tuple[str, ...]
@@ -377,7 +377,7 @@ def has_thumbnails(cache: Cache) -> bool:
 
 
 def changes(shared: SharedCache, state: State, repo: str) -> Changes:
-    """What turns the repository into the cache; ConfigError if it holds something else."""
+    """The changes that turn the repository into the cache; ConfigError if it holds something else."""
     others = [name for name in state.files if not NO_DATA.fullmatch(name)]
     if others and MANIFEST_NAME not in state.files:
         found = ", ".join(others[:3]) + (", …" if others[3:] else "")

@@ -419,7 +419,7 @@ def _unused(size: int) -> Block:
 
 
 def _send(batch: SharedBatch) -> tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]:
-    """What is pickled in place of the batch. A copy that is sent too is sent as torch does it."""
+    """The object that is pickled in place of the batch. A copy that is sent too is sent as torch does it."""
     block, is_sent = batch.filling.block, batch.filling.is_sent
     places = {} if is_sent else {name: batch.filling.place(value) for name, value in batch.items()}
     in_block = {name: place for name, place in places.items() if place}

@@ -537,7 +537,7 @@ LINEAR_FROM = 2048  # tokens: from here on a batch takes more memory than any op
 
 @dataclass(frozen=True)
 class Workload:
-    """What is planned for: a transformer, and the largest batch and sample of the cache that it is trained on."""
+    """The subject of a plan: a transformer, and the largest batch and sample of the cache that it is trained on."""
 
     transformer: dict[str, Any]
     """Its config.json."""
@@ -560,7 +560,7 @@ class Workload:
 
 
 def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str, Any]:
-    """What `qwen-train plan` reports of training, as a JSON value: the largest batch, its memory by part, what fits."""
+    """The report of `qwen-train plan`, as a JSON value: the largest batch, its memory by part, what fits."""
     settings = with_layout(settings, ACCELERATOR)
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
     family, image = family_of_transformer(transformer), workload.image

@@ -142,7 +142,7 @@ def in_one_process(command: str) -> None:
 
 
 def copies_advice() -> str | None:
-    """What to do if a program has started independent copies of this command; else None."""
+    """Advice if a program has started independent copies of this command; else None."""
     for name, program in COPIES.items():
         if "RANK" not in os.environ and (count := _number(os.environ, name, 1)) > 1:
             return f"{program} has started this command {count} times: let it start torchrun once on each machine"

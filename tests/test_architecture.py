@@ -186,6 +186,16 @@ def test_files_that_the_architecture_page_names_exist() -> None:
     assert [name for name in names if not ((ROOT / name).exists() or (ROOT / "qwen_cache" / name).exists())] == []
 
 
+def test_docstrings_begin_with_a_sentence_or_a_noun() -> None:
+    """A reader of a list of first lines, as the tree of the architecture page is, must not need what stands around."""
+    first = re.compile("(What|Those|Whether|Of|As|Where|It) ")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted((*(ROOT / "qwen_cache").rglob("*.py"), *(ROOT / "qwen_train").rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            assert not first.match(text or ""), f"{path}: {text}"
+
+
 @pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])
 def test_help_and_version(program: str) -> None:
     assert command(program, "--version").stdout.splitlines()[0] == f"{program} {qwen_cache.__version__}"

@@ -56,7 +56,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Survey:
-    """What the source holds."""
+    """The content of the source."""
 
     kind: str
     samples: int

@@ -207,7 +207,7 @@ def control_counts(adapter: Adapter) -> None:
 
 
 def padding_content(adapter: Adapter) -> None:
-    """What fills the padding changes nothing."""
+    """The content of the padding changes nothing."""
     model, samples = stock_transformer(), samples_of(EDIT, ([(8, 10)], 11))
     forward = adapter(model)
     assert_same(run(forward, samples, fill=0.0), run(forward, samples, fill=FILL))

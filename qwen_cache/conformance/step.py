@@ -39,7 +39,7 @@ Adapter = Callable[[Any], Step]
 
 
 def take(step: Step, samples: list[Sample]) -> dict[str, Tensor]:
-    """What the step returns for the samples as one batch; AssertionError for other shapes or noise levels."""
+    """The step's output for the samples as one batch; AssertionError for other shapes or noise levels."""
     batch = batch_of(samples, FILL)
     del batch["sigma"]
     taken = {name: tensor.detach() for name, tensor in step(batch).items()}

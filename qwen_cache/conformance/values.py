@@ -116,7 +116,7 @@ def stock_pipeline(folder: Path, kind: str) -> Any:
 
 @torch.no_grad()
 def transformer_inputs(pipeline: Any, controls: Sequence[Image.Image]) -> dict[str, Tensor]:
-    """What reaches the transformer in one step with the prompt, and with the empty prompt."""
+    """The inputs of the transformer in one step with the prompt, and with the empty prompt."""
     one_image = CONTROLS[type(pipeline).__name__] == 1  # a list it would not scale for the text encoder
     images = {"image": controls[0] if one_image else list(controls)} if controls else {}
     pipeline.transformer.inputs.clear()

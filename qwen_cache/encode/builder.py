@@ -330,7 +330,7 @@ def plan_build(job: BuildJob, existing: Existing, on_row: Callable[[], None] = l
 
 
 def rules(job: BuildJob) -> Rules:
-    """What the model and the recipe of this build require of its source."""
+    """The requirements of the model and of this build's recipe on its source."""
     return Rules(
         job.model.pipeline,
         recipe_id(job.recipe),
@@ -469,7 +469,7 @@ class RunningEncoders(Protocol):
 
 @dataclass(frozen=True)
 class WorkersState:
-    """What workers have written into shards that are not complete yet, and the samples per second of each worker."""
+    """The content of shards that workers have not completed yet, and the samples per second of each worker."""
 
     samples: int
     bytes: int
@@ -668,13 +668,13 @@ def cut_into_chunks(job: BuildJob, samples: Sequence[PlannedSample], workers: in
 
 @dataclass(frozen=True)
 class Look:
-    """What a look saw of a source: the keys of each row's samples, none if another row has the same content."""
+    """One look at a source: the keys of each row's samples, none if another row has the same content."""
 
     keys: Mapping[str, tuple[str, ...]]
 
     @classmethod
     def of(cls, job: BuildJob, plan: BuildPlan) -> Look:
-        """What this plan says; a row with a problem has been written in part."""
+        """The look of this plan; a row with a problem has been written in part."""
         unusable = {problem.where for problem in plan.problems}
         keys: dict[str, tuple[str, ...]] = {row.name: () for row in job.rows if row.where not in unusable}
         for sample in plan.samples:

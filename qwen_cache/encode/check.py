@@ -362,7 +362,7 @@ def compare_sample(sample: Sample, meta: SampleMeta, data: dict[str, memoryview]
 
 
 def _other_kind(name: str, cached: Array, encoded: Array, stored: SampleMeta, meta: SampleMeta) -> str | None:
-    """What is wrong before any number is compared."""
+    """The faults that show before any number is compared."""
     if (cached.shape, cached.dtype) != (encoded.shape, encoded.dtype):
         return f"is {cached.dtype} {list(cached.shape)}, not {encoded.dtype} {list(encoded.shape)}"
     if name == "edit_mask" and stored.edit_mask_from != meta.edit_mask_from:
@@ -392,7 +392,7 @@ _DROP = "or drop the sample with --on-error skip"
 
 @dataclass(frozen=True)
 class Repair:
-    """What a repair will do."""
+    """The plan of a repair."""
 
     plan: BuildPlan
     """The damaged samples that can be encoded; `removed` are the names of those that cannot."""
@@ -484,7 +484,7 @@ def _plan_repair(job: BuildJob, existing: Existing, lost: Mapping[str, IndexRow]
 
 
 def _lost(row: IndexRow, now: PlannedSample | None) -> tuple[str, str]:
-    """What is wrong with a damaged sample that cannot be encoded again, and what to do."""
+    """The problem of a damaged sample that cannot be encoded again."""
     if now is None:
         return f"{row.name} is damaged, and the source no longer has it", f"put it back, {_DROP}"
     changes = differences(row.meta.inputs, row.meta.prompt, now.inputs, now.row.prompt) or ["size"]

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Written:
-    """What a worker has written since it started, and how much of it is in incomplete shards."""
+    """The bytes that a worker has written since it started, and how many of them are in incomplete shards."""
 
     samples: int = 0
     unfinished_samples: int = 0

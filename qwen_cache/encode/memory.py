@@ -69,7 +69,7 @@ class Component:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a build needs on one device, by encoder (`vae`, `text_encoder`)."""
+    """The memory that a build needs on one device, by encoder (`vae`, `text_encoder`)."""
 
     encoders: Mapping[str, Component]
     has_reserve: bool
@@ -172,7 +172,7 @@ def text_lane(
 
 
 def _passes(model: Any, work: TextWork, dtype: torch.dtype) -> Any:
-    """What the text encoder computes for a sample."""
+    """The passes that the text encoder makes for a sample."""
     batch_windows(model.visual)
     tower, language_model = model.visual, model.language_model
     width = language_model.config.hidden_size

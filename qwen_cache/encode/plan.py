@@ -117,7 +117,7 @@ FACTS = struct.Struct("<16sII??")  # content hash, width, height, decoded, has a
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of an image."""
+    """An image as a plan knows it."""
 
     hash: str
     size: Size = (0, 0)
@@ -137,7 +137,7 @@ class Facts:
 
 
 class RememberedImages:
-    """What the last plan learned about the images of a source, and what this one learns."""
+    """The facts about the images of a source: those that the last plan learned, and this one's."""
 
     def __init__(self, files: RememberedFiles) -> None:
         self.files = files
@@ -320,7 +320,7 @@ class BuildPlan:
         return [sample for sample in self.missing if self.work(sample.key) == "to_encode"]
 
     def work(self, key: str) -> str:
-        """What a missing sample needs: `to_encode`, `to_copy`, `kept` or `new_masks`."""
+        """The work on a missing sample: `to_encode`, `to_copy`, `kept` or `new_masks`."""
         found = {"kept": self.kept, "to_copy": self.to_copy, "new_masks": self.new_masks}
         return next((name for name, keys in found.items() if key in keys), "to_encode")
 
@@ -375,7 +375,7 @@ AROUND_PROMPT, AROUND_IMAGE = 64, 64
 
 @dataclass(frozen=True)
 class Rules:
-    """What the model and the recipe require of the source."""
+    """The requirements of the model and the recipe on the source."""
 
     pipeline: str
     recipe_id: str

@@ -50,7 +50,7 @@ SAVINGS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """What a build needs on a device."""
+    """The memory that a build needs on a device."""
 
     device: str
     memory: DeviceMemory
@@ -67,7 +67,7 @@ class DevicePlan:
 
     @property
     def advice(self) -> str:
-        """What to do if it does not fit."""
+        """Advice for a build that does not fit."""
         options = [f"{setting} ({human_bytes(size)})" for setting, size in self.savings]
         return f"set {' or '.join(options)}" if options else "name another device with --vae-device or --text-device"
 
@@ -116,7 +116,7 @@ def has_accelerator() -> bool:
 
 
 def plan_devices(job: BuildJob, samples: Sequence[PlannedSample]) -> list[DevicePlan] | None:
-    """What encoding `samples` needs of each device; None if the packages that know it are not installed."""
+    """The memory that encoding `samples` needs on each device; None if the packages that know it are not installed."""
     if any(find_spec(name) is None for name in NEEDED):
         return None
     images = [size for sample in samples for _, _, size in sample.images]

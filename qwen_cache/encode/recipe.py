@@ -1,4 +1,4 @@
-"""What the numbers of a sample depend on: model, settings, edit masks; the settings saved with a cache."""
+"""Everything that the numbers of a sample depend on: model, settings, edit masks; the settings saved with a cache."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ PROCESSOR = VaeImageProcessor(vae_scale_factor=PIXELS_PER_TOKEN)
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What differs between the VAEs."""
+    """The differences between the VAEs."""
 
     mode: str
     """The mode of the images that it encodes and decodes, as Pillow names it."""
@@ -385,7 +385,7 @@ def _mean_and_std(vae: Any, z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encoder_parts(vae: Any) -> list[nn.Module]:
-    """What encodes; a build needs no decoder, which stays on the host."""
+    """The part that encodes; a build needs no decoder, which stays on the host."""
     return [vae.encoder, vae.quant_conv]
 
 

@@ -47,7 +47,7 @@ Sample = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class HeadMetadata:
-    """What a head was trained on: `encoder` identifies the weights and the way their attention was read."""
+    """The origin of a head: `encoder` identifies the weights and the way their attention was read."""
 
     encoder: str
 

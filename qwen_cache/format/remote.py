@@ -257,7 +257,7 @@ def _lost(manifest: Manifest, here: Listing) -> list[tuple[Shard, str]]:
 
 @dataclass(frozen=True)
 class Garbage:
-    """What `gc` would remove, with sizes, and what it spares because a running build may need it."""
+    """The files that `gc` would remove, with sizes, and those that it spares because a running build may need it."""
 
     files: Mapping[str, int]
     spared: Mapping[str, int]

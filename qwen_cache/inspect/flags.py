@@ -1,4 +1,4 @@
-"""What is unusual about samples: columns as numbers, tensors, images, near-duplicates, flags."""
+"""Flags of unusual samples: columns as numbers, tensors, images, near-duplicates, flags."""
 
 from __future__ import annotations
 

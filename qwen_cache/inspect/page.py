@@ -135,7 +135,7 @@ class PageSamples:
         return dict(counts.most_common())
 
     def facts(self) -> dict[str, Any]:
-        """What the page needs to know at once: columns, counts, and the choices of its filters."""
+        """The facts that the page needs at once: columns, counts, and the choices of its filters."""
         flags = {flag: int(np.count_nonzero(self.bits >> i & 1)) for i, flag in enumerate(FLAGS)}
         choices = [("any", int(np.count_nonzero(self.bits)))]
         choices += [("images", len(self.with_images))] if 0 < len(self.with_images) < self.count else []

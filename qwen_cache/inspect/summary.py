@@ -60,7 +60,7 @@ Bin = tuple[float, float, int]
 
 @dataclass
 class Counts:
-    """What a pass over the batches of an index adds up."""
+    """The sums of a pass over the batches of an index."""
 
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Sizes of the target, or the image to generate: (height, width) in tokens."""
@@ -240,7 +240,7 @@ finished."""
 
 @dataclass(frozen=True)
 class RecipeSurvey:
-    """What a cache holds under one recipe."""
+    """The content of a cache under one recipe."""
 
     cache: Cache
     counted: dict[str, Any]
@@ -374,7 +374,7 @@ def sample_counts(recipe: Mapping[str, Any]) -> str:
 
 
 def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
-    """What the cache saves, as rows of two cells, without rows that would say 0."""
+    """The savings of the cache, as rows of two cells, without rows that would say 0."""
     kinds = {"vae_passes": "VAE run", "prefix_passes": "prefix run"}
     runs = [plural(saved[kind], words) for kind, words in kinds.items() if saved[kind]]
     stored = []

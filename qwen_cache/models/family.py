@@ -30,7 +30,7 @@ def pixel_token(prompt: str) -> str | None:
 
 
 def pixel_token_told(token: str) -> tuple[str, str]:
-    """What is wrong with a prompt that contains the token, and what to do."""
+    """The problem of a prompt that contains the token: what is wrong, and what to do."""
     return f"the prompt contains {token}, which stands for an image's pixels", "remove it"
 
 

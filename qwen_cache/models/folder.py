@@ -560,7 +560,7 @@ class ModelFolder:
 
     @property
     def facts(self) -> Pipeline:
-        """What is known of the pipeline."""
+        """The facts about the pipeline."""
         return PIPELINES[self.pipeline]
 
     @property

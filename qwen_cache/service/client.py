@@ -436,7 +436,7 @@ class Client:
 
     @property
     def description(self) -> Description:
-        """What the server says of itself; ConfigError if it is none of ours, or refuses the token.
+        """The server's description of itself; ConfigError if it is none of ours, or refuses the token.
 
         A server that has never answered is not waited for: the address may be wrong.
         """

@@ -1,4 +1,4 @@
-"""What the servers `qwen-cache serve` and `ui` share: socket, connections and their time, errors as answers."""
+"""The parts that `qwen-cache serve` and `ui` share: socket, connections and their time, errors as answers."""
 
 from __future__ import annotations
 

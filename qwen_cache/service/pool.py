@@ -43,7 +43,7 @@ Tensors = Mapping[str, memoryview]
 
 
 class Store(Protocol):
-    """What the service asks of the place for its samples; all of it from any thread, except `add` and `commit`."""
+    """A place for the service's samples; its methods are for any thread, except `add` and `commit`."""
 
     stores: bool
     """True if samples become STORED."""

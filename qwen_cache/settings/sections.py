@@ -555,7 +555,7 @@ class ValidationConfig(Section):
 
 
 class PredictConfig(Section):
-    """Where the model family decides about a default, it is None here; `models/family.py` has the values."""
+    """A default that the model family decides is None here; `models/family.py` has the values."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """The dtype in which all components compute."""

@@ -163,7 +163,7 @@ class Marked:
 
 @dataclass(frozen=True)
 class Captions:
-    """What `data` says about captions."""
+    """The settings of `data` about captions."""
 
     trigger_word: str | None = None
     prefix: str = ""
@@ -264,7 +264,7 @@ class CaptionFiles(Protocol):
 
     @property
     def source(self) -> Path:
-        """What to build next."""
+        """The source to build next."""
 
     def missing(self, rows: Sequence[Row]) -> list[Row]:
         """The rows to caption. SourceError if a file is in the way."""

@@ -167,7 +167,7 @@ def reading(data: DataConfig, model: ModelFolder | None = None) -> SourceSetting
 
 
 def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
-    """What these settings require of a source."""
+    """The requirements of these settings on a source."""
     needs_control, to_generate = settings["needs_control"], settings.get("to_generate", False)
     takes_control = settings.get("takes_control")
     return Needs(
@@ -204,7 +204,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Content:
-    """What a source holds."""
+    """The content of a source."""
 
     rows: list[Row]
     """The usable rows."""
@@ -259,7 +259,7 @@ def read_drafts(
     allow_empty_prompt: bool = False,
     on_draft: Callable[[Draft, Sequence[Problem]], None] = lambda draft, problems: None,
 ) -> Content:
-    """What the drafts of `source` become; `on_draft` is called with each, and its problems."""
+    """The content that the drafts of `source` become; `on_draft` is called with each, and its problems."""
     rows: list[Row] = []
     problems: list[Problem] = []
     notices: list[Notice] = []

@@ -358,7 +358,7 @@ def _unidentified(data: bytes, where: str) -> SourceError:
 
 
 def _kind_of(data: bytes) -> str:
-    """What a file is, by its first bytes, without showing them."""
+    """The kind of a file, by its first bytes, without showing them."""
     start = data[:64].lstrip(b"\xef\xbb\xbf\r\n\t ").lower()
     if data[4:8] == b"ftyp":
         size = min(int.from_bytes(data[:4], "big"), 256)  # of the first box, which lists the brands
@@ -449,7 +449,7 @@ def _check_shape(image: Image.Image, where: str) -> None:
 
 
 class Samples(NamedTuple):
-    """What the numbers of an image with one channel mean."""
+    """The meaning of the numbers of an image with one channel."""
 
     white: int
     """The number of the lightest grey; 0 is the darkest."""

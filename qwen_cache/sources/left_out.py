@@ -24,7 +24,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 def is_yes(value: Any) -> bool | None:
-    """What a cell of the column says; None if it is neither yes nor no."""
+    """The value of a cell of the column; None if it is neither yes nor no."""
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     text = "" if value is None else str(number).strip().lower()
     return True if text in YES else False if text in NO else None

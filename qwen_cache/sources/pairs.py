@@ -111,7 +111,7 @@ class Leads:
     """Files with similar names that belong to no target."""
 
     def of(self, missing: Place) -> tuple[str, str] | None:
-        """What to add to the problem of a missing file, and what to do."""
+        """An addition to the problem of a missing file, and advice."""
         if path := self.unread.get(missing):
             return f"; {base_name(path)} is there, but {_kind(path)} is not read", "save it as PNG, JPEG or WebP"
         if path := self.similar.get(missing):

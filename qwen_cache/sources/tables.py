@@ -43,7 +43,7 @@ _json = json.JSONDecoder()
 
 
 def delimiter_of(text: str) -> str:
-    """What separates the cells of a CSV: a comma, unless only another one makes columns of its first line."""
+    """The separator of a CSV's cells: a comma, unless only another one makes columns of its first line."""
     for delimiter in DELIMITERS:
         with suppress(csv.Error):
             if len(next(csv_reader(io.StringIO(text, newline=""), delimiter), [])) > 1:

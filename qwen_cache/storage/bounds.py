@@ -23,6 +23,6 @@ def seconds_for(size: int) -> float:
 
 
 def silence(head: float | None = None) -> str:
-    """What is said of a server that was too slow; `head`: the seconds that it had to begin, if not `SILENCE`."""
+    """The message about a server that was too slow; `head`: the seconds that it had to begin, if not `SILENCE`."""
     begin = f"no answer for {SILENCE if head is None else head:g} seconds"
     return f"{begin}, or less than {SLOWEST} bytes a second for {SILENCE:g}"

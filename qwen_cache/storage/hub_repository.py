@@ -47,7 +47,7 @@ class Published:
 
 @dataclass(frozen=True)
 class State:
-    """What a branch holds at one commit."""
+    """The files of a branch at one commit."""
 
     commit: str
     files: dict[str, int]
@@ -74,7 +74,7 @@ class Repository:
                 api.create_branch(self.name, repo_type=self.kind, branch=self.revision, exist_ok=True)
 
     def state(self) -> State:
-        """What the branch holds now."""
+        """The files of the branch now."""
         api = _api()
         with self._explained():
             commit = str(api.repo_info(self.name, repo_type=self.kind, revision=self.revision).sha)
@@ -134,7 +134,7 @@ class Repository:
             raise QwenCacheError("the upload failed", where=self.name, found=found, do=do) from None
 
     def _refused(self, error: HfHubHTTPError) -> QwenCacheError:
-        """What the hub's answer means."""
+        """The error that the hub's answer means."""
         code = error.response.status_code if error.response is not None else 0
         changed = (
             "somebody else has changed this repository since this command began",

@@ -1,4 +1,4 @@
-"""What is remembered between commands, in the user's cache folder: digests of files, checksums of weights."""
+"""The memory between commands, in the user's cache folder: digests of files, checksums of weights."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _checked(states: list[list[int]], digest: str) -> dict[str, object]:
 
 
 def file_state(path: Path) -> list[int]:
-    """What every change of a file changes: its size, times of modification and change in ns, and inode."""
+    """The state that every change of a file changes: its size, times of modification and change in ns, and inode."""
     stat = os.stat(path)
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
@@ -175,7 +175,7 @@ class RememberedFiles:
         self._save()
 
     def read(self, role: str, place: str, files: Sequence[Location], read: Callable[[], bytes]) -> bytes:
-        """What `read` returns for `place` in `files`, or what it returned last time if none of them has changed."""
+        """The bytes that `read` returns for `place` in `files`, or returned last time if none of them has changed."""
         name, settled = self.name(role, place, files)
         data = self.recall(name) if name else None
         if data is None:
@@ -187,7 +187,7 @@ class RememberedFiles:
         return data
 
     def recall(self, name: bytes) -> bytes | None:
-        """What is known by this name."""
+        """The value known by this name."""
         position = self._known.find(name)
         return None if position is None else self._known.value(position)
 
@@ -353,7 +353,7 @@ RESTORE = f"restore it from a copy; if another program changed it on purpose, de
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a file of a folder."""
+    """A fault of a file in a folder."""
 
     what: str
     where: Path

@@ -304,7 +304,7 @@ def _cat(files: Any, path: str, begin: int, end: int) -> bytes:
 
 
 def _version(info: Mapping[str, Any]) -> str:
-    """What changes with the content of a file, by what the server says of it; "" if it says nothing of the kind.
+    """A text that changes with the content of a file, by what the server says of it; "" if it says nothing of the kind.
 
     S3 and HTTP have an ETag, Google Cloud a generation, the hub a hash of the content. A weak ETag may stand for files
     that differ in bytes. The time is there for a file that was replaced while it was read and then restored.

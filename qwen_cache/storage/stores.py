@@ -49,7 +49,7 @@ class Listing:
 
 
 class Store(Protocol):
-    """What this program asks of object storage. Every error is a QwenCacheError, except FileNotFoundError."""
+    """The operations needed of object storage. Every error is a QwenCacheError, except FileNotFoundError."""
 
     def put(self, url: Url, data: bytes) -> None:
         """Write a file whole, replacing an earlier one."""

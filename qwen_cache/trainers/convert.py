@@ -310,7 +310,7 @@ OF_OTHERS = re.compile(r"(control_\d+|_mask)$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """What an export writes."""
+    """The files that an export writes."""
 
     cache: Cache
     tool: Tool

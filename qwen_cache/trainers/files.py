@@ -1,4 +1,4 @@
-"""What importers and exporters share: a tool's files within bounds, and what a tool can hold."""
+"""The parts that importers and exporters share: a tool's files within bounds, and what a tool can hold."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class NamedSample(NamedTuple):
 
 @dataclass(frozen=True)
 class Export:
-    """What `Tool.write` writes."""
+    """The files that `Tool.write` writes."""
 
     samples: Sequence[NamedSample]
     folder: Path

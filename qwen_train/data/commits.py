@@ -72,7 +72,7 @@ class TakenIn:
 
 @dataclass(frozen=True)
 class CommitSequence:
-    """What a run has taken in, and how many samples it had trained when it looked for a commit last."""
+    """The commit that a run has taken in, and how many samples it had trained when it looked for a commit last."""
 
     taken: tuple[TakenIn, ...] = ()
     looked: int = 0

@@ -270,7 +270,7 @@ def open_mixture(parts: Sequence[WeightedCache], config: CacheConfig) -> Mixture
 
 
 def _trained_as(entry: WeightedCache) -> list[float | bool]:
-    """What decides how the samples of a cache are trained: its weight, then what differs from the defaults."""
+    """The settings of how the samples of a cache are trained: its weight, then what differs from the defaults."""
     return [entry.weight, *([entry.teacher, entry.loss_weight] if entry.teacher or entry.loss_weight != 1 else [])]
 
 
@@ -539,7 +539,7 @@ def check_cache(cache: Samples, model: ModelFolder, config: Mapping[str, Any]) -
 
 
 def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> str | None:
-    """What is unusual about this number of samples with controls for a model, in one line; None if nothing is."""
+    """A note on an unusual number of samples with controls for a model, in one line; None if nothing is."""
     if with_controls and not model.takes_controls:
         these = f"{with_controls} of {plural(samples, 'sample')}"
         return f"note: there are control images in {these}, but {model.pipeline} is for text to image alone"

@@ -93,7 +93,7 @@ def latents_in(path: Path) -> Iterator[Latents]:
 
 
 def titles_of(metadata: Mapping[str, str], count: int, otherwise: str) -> list[str]:
-    """What to call each image of a file; ValueError if the guidance of some is missing."""
+    """The name of each image of a file; ValueError if the guidance of some is missing."""
     name = metadata.get("name") or otherwise
     if SCALES not in metadata:
         return [name] * count

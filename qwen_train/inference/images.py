@@ -67,7 +67,7 @@ Value = int | float | str
 
 @dataclass(frozen=True)
 class Cell:
-    """What one image is generated with; without a grid, all images are of one cell without values."""
+    """The settings and LoRAs of one image; without a grid, all images are of one cell without values."""
 
     values: Mapping[str, Value] = field(default_factory=dict)
     """By axis, in the order of the axes."""
@@ -76,7 +76,7 @@ class Cell:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Those of the LoRAs."""
+        """The files of the LoRAs."""
         return tuple(lora.file for lora in self.loras)
 
     def name(self, stem: str) -> str:

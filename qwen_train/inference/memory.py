@@ -146,7 +146,7 @@ class Components:
 
 
 def memory_beside_training(settings: Config, workload: Workload) -> dict[str, dict[str, int]]:
-    """What `build` and `predict` need for the largest sample of the cache, in bytes on one device, for `plan`.
+    """The bytes that `build` and `predict` need on one device for the largest sample of the cache, for `plan`.
 
     `build` by lane and for both on one device, `predict` by `--offload`. {} where only the transformer is at hand.
     Raises ModelError for an encoder that is not supported, or whose config.json cannot be read.

@@ -162,7 +162,7 @@ PART = re.compile("|".join(sorted(UNDERSCORED, key=len, reverse=True)) + r"|[^_]
 
 
 def comfyui_prefix(modules: Iterable[str]) -> str:
-    """What stands before the modules of a LoRA in ComfyUI's form; see above."""
+    """The prefix of the modules of a LoRA in ComfyUI's form; see above."""
     return "" if any(module.endswith(HALVES) for module in modules) else f"{COMFYUI_PREFIX}."
 
 

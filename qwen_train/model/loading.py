@@ -465,7 +465,7 @@ def _packed(values: Tensor, tensor: StoredTensor) -> Any:
 
 
 def _parameter(whole: Tensor, name: str, tensor: StoredTensor, kind: type[Any], dtype: torch.dtype) -> Any:
-    """What the single-file loader is given under this name."""
+    """The tensors that the single-file loader is given under this name."""
     if not (tensor.is_packed or tensor.dtype in FP8):
         return stored(whole, tensor)
     if not (name.startswith(BLOCKS) and name.endswith(".weight") and len(tensor.shape) == 2):

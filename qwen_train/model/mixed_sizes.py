@@ -1,4 +1,4 @@
-"""What the transformers for batches of mixed sizes share: reading a batch, and being a stock model in place.
+"""The part that the transformers for batches of mixed sizes share: reading a batch, and being a stock model in place.
 
 The readers run on the CPU and refuse, by TrainError, whatever contradicts itself. `MixedSizes` comes before the stock
 class among a model's bases: it adds the `layout`, changes a stock model in place, and saves under the stock class's

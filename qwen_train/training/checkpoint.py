@@ -207,7 +207,7 @@ def restoring(path: Path) -> Iterator[None]:
 
 
 def _advice(path: Path, fault: Fault | None = None) -> str:
-    """What to do about a checkpoint that cannot be used; earlier ones are read to find one that is whole."""
+    """Advice about a checkpoint that cannot be used; earlier ones are read to find one that is whole."""
     name, step = path.name, int(CHECKPOINT.fullmatch(path.name)[1])  # type: ignore[index]
     older = [earlier for number, earlier in reversed(checkpoints(path.parent)) if number < step]
     whole = next((earlier.name for earlier in older if _find_fault(earlier) is None), None)

@@ -121,7 +121,7 @@ class Follower:
         return None
 
     def _choose(self, begin: Begin) -> tuple[str, ...] | None:
-        """What the run took in here before it was interrupted; where it had not come, what is newest and not seen."""
+        """The commits that the run took in here before it was interrupted; beyond, the newest that it has not seen."""
         coming = self._recorded.taken[len(self.taken) :]
         if begin.samples <= self._recorded.looked:
             if coming and coming[0].begin == begin:

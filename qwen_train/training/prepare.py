@@ -111,7 +111,7 @@ def print_plan(
 
 
 def distilled_warning(model: ModelFolder) -> str | None:
-    """What training would do to a distilled model, in one line; None for another. ModelError as `sample_sigmas`."""
+    """A line on what training would do to a distilled model; None for another. ModelError as `sample_sigmas`."""
     sigmas = model.sample_sigmas
     if sigmas is None:
         return None
@@ -407,5 +407,5 @@ def start_run(config: Config, transformer: Any, accelerator: Accelerator, hashes
 
 
 def note_commits(run: Run, follower: Follower) -> None:
-    """What the checkpoints of a run and its result say about the commits that it has taken in."""
+    """Record in the checkpoints of a run and its result the commits that it has taken in."""
     run.commits, run.origin["cache"] = [each.to_json() for each in follower.taken], follower.samples.identity

@@ -77,7 +77,7 @@ LOADING = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """What the file of an adapter says."""
+    """The facts in the file of an adapter."""
 
     type: AdapterType
     settings: dict[str, Any]
@@ -88,7 +88,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the folder of a run says about its result."""
+    """The facts in the folder of a run about its result."""
 
     folder: Path
     """The folder with the weights: that of the run, or of a checkpoint."""

@@ -72,7 +72,7 @@ class Start:
 
     @property
     def cache_identity(self) -> str | None:
-        """What a resumed run must share of its samples; None where they are not known yet."""
+        """The facts about its samples that a resumed run must share; None where they are not known yet."""
         if self.config.train.follow and isinstance(self.samples, Mixture):
             return self.samples.lasting_identity
         return self.samples.identity if self.samples else None
@@ -231,7 +231,7 @@ def taken_of(checkpoint: Path) -> tuple[TakenIn, ...]:
 
 
 def _advice(start: Start, saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """What to do about these differences: the command that continues, with the changes that are possible."""
+    """Advice about these differences: the command that continues, with the changes that are possible."""
     refused = differences(saved, current)
     now = start.config.flat()
     own: Config | None = None

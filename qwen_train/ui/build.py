@@ -60,7 +60,7 @@ Mode = Literal["new", "watch", "replace", "repair"]
 
 
 class Form(BaseModel):
-    """What the page asks for; empty text, and None, is the value of qwen.yaml."""
+    """The fields of the page; empty text, and None, is the value of qwen.yaml."""
 
     source: str = ""
     model: str = ""
@@ -88,7 +88,7 @@ class Form(BaseModel):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the form, at the setting `key`."""
+    """A problem of the form, at the setting `key`."""
 
     key: str
     what: str
@@ -113,7 +113,7 @@ class Build:
 
     @property
     def plan(self) -> Command:
-        """What it would do, as JSON; the rows of a source that is watched are planned as they are now."""
+        """The command that plans it, with JSON; the rows of a source that is watched are planned as they are now."""
         arguments = self.arguments
         if self.mode == "watch":
             at = arguments.index("--watch")
@@ -185,7 +185,7 @@ def build_of(workspace: Workspace, form: Form) -> Build:
 
 
 def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
-    """What the command would not refuse: paths outside of the opened folders, and what looks like an option."""
+    """The problems that the command would let pass: paths outside of the opened folders, and look-alikes of options."""
     known = {each.key for each in all_settings() if each.key.partition(".")[0] in SECTIONS}
     for key in form.changes:
         if key not in known:
@@ -277,7 +277,7 @@ class BuildPage:
         return {"line": build.command.line if build else "", "problems": [asdict(each) for each in problems]}
 
     def plan(self, form: Form) -> dict[str, Any]:
-        """What the build would do. `plan` is None if it cannot be planned; `message` is what the command says."""
+        """The plan of the build. `plan` is None if it cannot be planned; `message` is what the command says."""
         build, made = build_of(self._workspace, form), time.time()
         answer = self._checks.check(build.plan, key="plan of a build")
         answered = {"line": build.command.line, "source": build.settings.data.source, "made": made}

@@ -276,7 +276,7 @@ def _add_checks(router: APIRouter, sources: Sources) -> None:
 
 
 def summary_of(opened: OpenSource, check: Check | None) -> dict[str, Any]:
-    """What the page shows above the rows."""
+    """The part of the page above the rows."""
     is_ready = opened.state == "ready"
     editor = opened.editor() if is_ready else None
     refusal = editor if isinstance(editor, SourceError) else None
@@ -301,7 +301,7 @@ def summary_of(opened: OpenSource, check: Check | None) -> dict[str, Any]:
 
 
 def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
-    """What the page shows of a row."""
+    """A row as the page shows it."""
     entry = opened.entry(row)
     findings = opened.scan.findings if opened.scan else None
     reason = findings.reasons.get(row) if findings else None
@@ -360,7 +360,7 @@ def error_json(opened: OpenSource, error: QwenCacheError) -> dict[str, str]:
 
 
 def suggested(workspace: Workspace) -> list[str]:
-    """What looks like a source in the opened folder, one level deep or two."""
+    """The likely sources in the opened folder, one level deep or two."""
     found: list[str] = []
     folders = [workspace.folder]
     with suppress(OSError):

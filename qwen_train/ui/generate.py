@@ -57,7 +57,7 @@ class Devices(BaseModel):
 
 
 class Wish(BaseModel):
-    """What to generate."""
+    """The images to generate."""
 
     model: str = ""
     images: list[str] = []
@@ -97,7 +97,7 @@ def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
 
     @router.get("/api/generate/results")
     def all_results() -> list[dict[str, Any]]:
-        """What was generated or will be, newest first."""
+        """The images that were generated or will be, newest first."""
         return results.all()
 
     @router.get("/api/generate/results/{folder}/{name}")

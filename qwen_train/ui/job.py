@@ -65,7 +65,7 @@ class Command:
         return "".join(variables) + shell_line(self._words)
 
     def argv(self, starts: Starts = STARTS) -> list[str]:
-        """What the system starts; ConfigError for a text that no command can be given."""
+        """The command that the system starts; ConfigError for a text that no command can be given."""
         program, *arguments = self._words
         for text in arguments:
             is_possible = False
@@ -325,7 +325,7 @@ class Job:
         return Output(_plain(text), begin + len(data) - rest, max(0, begin - max(since, 0)))
 
     def result(self) -> Any:
-        """What the command printed on stdout: the JSON document that it is, or text."""
+        """The output of the command on stdout: the JSON document that it is, or text."""
         try:
             with open(self.folder / RESULT, "rb") as file:
                 data = file.read(RESULT_BYTES + 1)
@@ -339,7 +339,7 @@ class Job:
             return _text(data)
 
     def can(self) -> list[str]:
-        """What a user may do with the job now."""
+        """The actions that a user may take on the job now."""
         if self.state == "queued":
             return ["move", "remove"]
         if self.is_ended:

@@ -65,7 +65,7 @@ MESSAGE_CHARACTERS = 20_000
 
 @dataclass(frozen=True)
 class Checked:
-    """What a command answered: its exit code, the JSON document on stdout or None, and its message on stderr."""
+    """The answer of a command: its exit code, the JSON document on stdout or None, and its message on stderr."""
 
     code: int
     document: Any
@@ -260,11 +260,11 @@ class Queue:
         return job
 
     def output(self, id: str, since: int = 0) -> Output:
-        """What the job has printed on stderr, from byte `since` on."""
+        """The output of the job on stderr, from byte `since` on."""
         return self.get(id).output(since)
 
     def result(self, id: str) -> Any:
-        """What the job has printed on stdout: a JSON document, or text."""
+        """The output of the job on stdout: a JSON document, or text."""
         return self.get(id).result()
 
     # ---- what a user does --------------------------------------------------------------------------------------------
@@ -456,7 +456,7 @@ class Move(BaseModel, extra="forbid"):
 
 
 class Stop(BaseModel, extra="forbid"):
-    """What the page showed: who saw a job run wants it to save, though another window has stopped it meanwhile."""
+    """The state on the page: who saw a job run wants it to save, though another window has stopped it meanwhile."""
 
     seen: State = "stopping"
 

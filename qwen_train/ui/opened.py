@@ -129,7 +129,7 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class View:
-    """What a page asks for."""
+    """The view that a page asks for."""
 
     filter: str = "all"
     search: str = ""
@@ -138,7 +138,7 @@ class View:
 
 @dataclass(frozen=True)
 class Shown:
-    """What a view depends on, besides the listing."""
+    """The facts that a view depends on, besides the listing."""
 
     with_problems: Collection[int]
     flags: Mapping[str, Sequence[int]]
@@ -148,7 +148,7 @@ class Shown:
 
 
 def text_of(entry: Entry) -> str:
-    """What a search looks into."""
+    """The texts that a search looks into."""
     return "\n".join((entry.name, *entry.prompts)).casefold()
 
 
@@ -441,7 +441,7 @@ class OpenSource:
         return readable(self.entry(row), self.workspace.is_inside)
 
     def problems_of(self, entry: Entry) -> list[Problem]:
-        """What the listing and the last check say about a row."""
+        """The problems of a row, by the listing and the last check."""
         if entry.is_left_out:
             return []
         known = {problem.what: problem for problem in entry.problems}
@@ -533,7 +533,7 @@ class OpenSource:
     # ---- edits -------------------------------------------------------------------------------------------------------
 
     def editor(self) -> Editor | SourceError:
-        """What edits the source, or why it cannot be edited."""
+        """The editor of the source, or why it cannot be edited."""
         with self.lock:
             if self._editor is None and is_remote(self.place):
                 what, do = (

@@ -1,4 +1,4 @@
-"""What runs have written: curves, images, settings, and which of them are running."""
+"""The output of runs: curves, images, settings, and which of them are running."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Series:
 
 
 class MetricsFile:
-    """What was read so far of a run's metrics. One thread at a time reads further."""
+    """The part of a run's metrics that was read so far. One thread at a time reads further."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._lock = path, Lock()
@@ -389,7 +389,7 @@ def new_name(workspace: Workspace, wanted: str) -> str:
 
 
 def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
-    """What the list of runs shows, as JSON."""
+    """A run in the list of runs, as JSON."""
     values, last = settings_of(folder), newest(folder)
     checkpoints = steps_of_checkpoints(folder)
     maximum = values.get("train.max_steps", 1000)

@@ -69,7 +69,7 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Findings:
-    """What a scan found: rows by finding, those of groups one group after another."""
+    """The findings of a scan: rows by finding, those of groups one group after another."""
 
     flags: Mapping[str, Sequence[int]]
     groups: Mapping[str, Sequence[Sequence[int]]]
@@ -82,7 +82,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a scan learns of the images of a row."""
+    """The facts that a scan learns of the images of a row."""
 
     target: str | None = None
     size: tuple[int, int] = (0, 0)
@@ -198,7 +198,7 @@ def yield_to_others() -> None:
 
 
 def facts_of(entry: Entry, memory: RememberedFiles) -> Facts:
-    """What is known of a row's images, or else read from them."""
+    """The facts about a row's images, remembered or read from them."""
     try:
         target = None if entry.target is None else _known(memory, "target", entry.target)
         controls = tuple(_known(memory, "control", control)[0] for control in entry.controls)

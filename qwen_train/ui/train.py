@@ -48,7 +48,7 @@ LOGS = "logs"  # of TensorBoard, in the folder of a run
 
 
 class Form(BaseModel):
-    """What the form of a new run has."""
+    """The form of a new run."""
 
     changes: Changes = {}
     """By dotted name, among them cache.path, model.path and train.output_dir."""
@@ -61,7 +61,7 @@ class Form(BaseModel):
 
 
 class Continued(BaseModel):
-    """What is asked for a run that continues."""
+    """The form of a run that continues."""
 
     folder: str
     changes: Changes = {}
@@ -315,7 +315,7 @@ def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
 
     @router.post("/api/train/plan")
     def plan(form: Form) -> dict[str, Any]:
-        """What `qwen-train plan` answers, with the settings that would fit as changes; its error as a message."""
+        """The answer of `qwen-train plan`, with the settings that would fit as changes; its error as a message."""
         asked = planned(workspace, form)
         checked = checks.check(asked, key="train-plan")
         document = checked.document if isinstance(checked.document, dict) else None
