@@ -251,11 +251,25 @@ def test_a_run_that_cannot_compile_goes_on(train: Trainer, monkeypatch: pytest.M
 
 
 @pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < compilation.TORCH, reason="an older torch")
-@pytest.mark.parametrize(("capacity", "kept"), [(1 << 50, [True, True, False]), slow(1, [False] * 3)])
+@pytest.mark.parametrize(
+    ("capacity", "is_known", "kept"),
+    [(1 << 50, True, [True, True, False]), slow(1, True, [False] * 3), slow(1 << 50, False, [False] * 3)],
+)
 def test_compiled_blocks_keep_their_attention_while_it_fits(
-    train: Trainer, prepared: list[Any], monkeypatch: pytest.MonkeyPatch, capacity: int, kept: list[bool]
+    train: Trainer,
+    prepared: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int,
+    is_known: bool,
+    kept: list[bool],
 ) -> None:
-    """The step that ran out of memory is repeated without."""
+    """The step that ran out of memory is repeated without. `is_known`: the memory can be predicted."""
+
+    def unknown(*_: Any, **__: Any) -> None:
+        raise ModelError("unknown quantisation: its memory cannot be predicted")
+
+    if not is_known:
+        monkeypatch.setattr(prepare, "predict_memory", unknown)
     settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
     monkeypatch.setattr(prepare, "total_memory", lambda _: capacity)

@@ -157,7 +157,7 @@ class Task:
     known: KnownLatents = field(default_factory=KnownLatents)
     """Latents of images that need not be encoded."""
     devices: list[DevicePlan] | None = None
-    """What the build needs of each device; None if nothing is encoded, or if it is not known."""
+    """The memory that the build needs on each device; None if nothing is encoded, or if it is not known."""
 
     @property
     def has_work(self) -> bool:

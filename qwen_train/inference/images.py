@@ -176,7 +176,7 @@ class Work:
         """Images that already existed."""
         self.failed: list[Problem] = []
         self.images: list[Image.Image] = []
-        """Those that are kept, in the order of the jobs."""
+        """The images that are kept, in the order of the jobs."""
         self.pending: list[tuple[GenerateJob, Path | None, str | SourceError | None]] = []
         """Each with the hash of its inputs, or with the error of reading them."""
         self._of_inputs: dict[str, Path] = {}

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from qwen_cache.batching import BEGIN, Begin, Summary
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.devices import choose_device, torch_dtype, total_memory
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
@@ -363,24 +363,27 @@ def choose_recomputation(
     """
     of_model, settings = start.model.transformer_config, config.train
     layers, capacity = len(transformer.transformer_blocks), total_memory(device)
-    transformer.keeps_attention = False
-    if capacity is None or not batches.cache.has_index or settings.fsdp or settings.offload_blocks:
+    transformer.keeps_attention, count = False, len(transformer.recomputed_blocks)
+    if not count or capacity is None or not batches.cache.has_index or settings.fsdp or settings.offload_blocks:
         return
     batch, image = largest_batch(batches)[0], largest_image(start.validation_cache)
-    if settings.gradient_checkpointing == "auto":
-        memory = memory_by_blocks(of_model, config, batch, image)
-        count = fewest_recomputed(memory, SAFE * capacity)
-        checkpoint_blocks(transformer, spread(count, layers))
-        total = memory[count]
-    else:
-        count = len(transformer.recomputed_blocks)
-        total = predict_memory(of_model, config, batch, image=image).total
+    try:
+        if settings.gradient_checkpointing == "auto":
+            memory = memory_by_blocks(of_model, config, batch, image)
+            count = fewest_recomputed(memory, SAFE * capacity)
+            checkpoint_blocks(transformer, spread(count, layers))
+            total = memory[count]
+        else:
+            total = predict_memory(of_model, config, batch, image=image).total
+    except ModelError:  # a quantisation that is not known
+        return
     with_attention = total + count * attention_bytes(of_model, config, batch)
     if settings.compile and with_attention <= SAFE * capacity:
         transformer.keeps_attention, total = True, with_attention
     if settings.gradient_checkpointing == "auto":
         but = " but for their attention" if transformer.keeps_attention and count else ""
-        console().print(f"{count} of {layers} blocks are recomputed{but}, which takes about {human_bytes(total)}")
+        taken = human_bytes(total)
+        console().print(f"{count} of {layers} blocks are recomputed{but}, which takes about {taken}", highlight=False)
 
 
 def load_decoder(start: Start, config: Config) -> Any:

@@ -18,7 +18,8 @@ from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch._dynamo.utils import counters
 
 from qwen_cache.errors import ConfigError, ModelError
-from qwen_cache.settings.load import Config
+from qwen_cache.settings.load import Config, load_config
+from qwen_train.memory import SampleSize, attention_bytes
 from qwen_train.model import compilation, joint_row, segments
 from qwen_train.model.compilation import compile_blocks, with_compile
 from qwen_train.weights import checkpoint_blocks, freeze_unreached
@@ -122,11 +123,23 @@ def test_a_call_of_the_stock_model_is_not_compiled() -> None:
 
 @pytest.mark.slow
 def test_a_recomputed_block_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, forward = [], segments._forward
-    monkeypatch.setattr(segments, "_forward", lambda *inputs: calls.append(1) or forward(*inputs))
+    """It is as large as `attention_bytes` says, by which a run decides whether it fits."""
+    kept, forward = [], segments._forward
+
+    def counted(*inputs: Any) -> Any:
+        results = forward(*inputs)
+        kept.append(sum(result.nbytes for result in results))
+        return results
+
+    monkeypatch.setattr(segments, "_forward", counted)
     samples = judge.random_samples(*judge.MIXED)
-    judge.run_batched(compiled(LoraConfig(r=2, target_modules=["to_q"]), layers=1, backend="aot_eager"), samples)
-    assert len(calls) == len(samples)
+    model = compiled(LoraConfig(r=2, target_modules=["to_q"]), layers=1, backend="aot_eager")
+    judge.run_batched(model, samples)
+    assert len(kept) == len(samples)
+    settings = load_config(None, ["train.mixed_precision=no", "train.layout=packed"])
+    sizes = [SampleSize(sample.images, len(sample.text)) for sample in samples]
+    model_config = {**model.config, "_class_name": "QwenImageTransformer2DModel"}
+    assert sum(kept) == attention_bytes(model_config, settings, sizes)
 
 
 def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
