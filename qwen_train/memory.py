@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
@@ -21,17 +21,11 @@ from torch.overrides import TorchFunctionMode
 from qwen_cache.batching import SUMMARISED, padded_tokens, row_tokens
 from qwen_cache.errors import ConfigError, DeviceError, ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
-from qwen_cache.models.devices import (
-    ON_DEVICE,
-    QUANTIZATIONS,
-    LiveBytes,
-    Quantization,
-    flash_attention,
-    piece_sizes,
-)
+from qwen_cache.models.devices import ON_DEVICE, LiveBytes, flash_attention, piece_sizes
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import check_name, read_config
 from qwen_cache.models.loading import from_config
+from qwen_cache.models.quantization import Kind, QuantizedLinear
 from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import LoraConfig, ModelConfig, TrainConfig
@@ -47,7 +41,7 @@ from qwen_train.model.mixed_sizes import prefix_mask
 from qwen_train.model.placement import InputDtypeLayerNorm
 from qwen_train.model.placement import check_settings as check_offload
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResAttnProcessor, varlen_attention
-from qwen_train.weights import compute_dtype, is_update_fused, prepare_for_training, with_layout
+from qwen_train.weights import compute_dtype, is_update_fused, prepare_for_training, quantize_blocks, with_layout
 
 # ---- exhausted -------------------------------------------------------------------------------------------------------
 # Running out of a device's memory while training, as an error that says what to do.
@@ -212,7 +206,7 @@ def _of_layers(
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    frozen, unpacked = frozen_bytes(model, quantization_of(transformer, settings))
+    frozen, unpacked = frozen_bytes(model, transformer)
     gradients = sum(map(_bytes, trained))
     rounded = settings.train.stochastic_rounding
     states = ROUNDED_STATE if rounded else OPTIMIZER_STATE
@@ -247,43 +241,48 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def quantization_of(transformer: dict[str, Any], settings: Config) -> Quantization | None:
-    """The quantisation of the frozen weights: by the settings, by the config.json of a quantised folder, or that of a
-    single file. None without one."""
+def kind_of(transformer: dict[str, Any], settings: Config) -> Kind:
+    """How the frozen weights are quantised: by the settings, or by the config.json of a quantised folder; none for a
+    single file, whose own sizes count."""
     saved = transformer.get("quantization_config")
     if saved is None:
-        return QUANTIZATIONS.get(settings.model.quantization)
+        return settings.model.quantization
     if "bytes_per_weight" in saved:
-        return Quantization(saved["bytes_per_weight"], unpacked=saved["unpacked_tensors"])
+        return "int8_convrot" if saved["quant_method"] == "int8_convrot" else "none"
     text = json.dumps(saved).lower()
-    kinds = {'"load_in_4bit": true': "nf4", '"load_in_8bit": true': "int8", "int8": "int8", "float8": "fp8"}
+    kinds: dict[str, Kind] = {
+        '"load_in_4bit": true': "nf4",
+        '"load_in_8bit": true': "int8",
+        "int8": "int8",
+        "float8": "fp8",
+    }
     for pattern, kind in kinds.items():
         if pattern in text:
-            return QUANTIZATIONS[kind]
+            return kind
     raise ModelError(
         "unknown quantisation: its memory cannot be predicted", where="config.json", found=saved.get("quant_method")
     )
 
 
-def frozen_bytes(model: nn.Module, quantization: Quantization | None) -> tuple[int, int]:
-    """The bytes of the frozen weights, and of the largest quantised one when unpacked for its product."""
+def frozen_bytes(model: nn.Module, transformer: Mapping[str, Any]) -> tuple[int, int]:
+    """The bytes of the frozen weights; and of a single file, those of its largest quantised one when unpacked."""
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     total, unpacked = float(sum(map(_bytes, frozen))), 0
-    if quantization is None:
+    of_file = transformer.get("quantization_config") or {}
+    if "bytes_per_weight" not in of_file or any(isinstance(module, QuantizedLinear) for module in model.modules()):
         return int(total), 0
     blocks: Any = model.transformer_blocks
     for module in blocks.modules():
         if isinstance(module, nn.Linear) and module.weight in frozen:
-            weight = module.weight
-            total += quantization.per_weight * weight.numel() + quantization.per_row * len(weight) - _bytes(weight)
-            unpacked = max(unpacked, quantization.unpacked * _bytes(weight))
+            total += of_file["bytes_per_weight"] * module.weight.numel() - _bytes(module.weight)
+            unpacked = max(unpacked, of_file["unpacked_tensors"] * _bytes(module.weight))
     return int(total), unpacked
 
 
 def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     """The bytes of one block's frozen weights."""
     models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
-    one, two = (frozen_bytes(model, quantization_of(transformer, settings))[0] for model in models)
+    one, two = (frozen_bytes(model, transformer)[0] for model in models)
     assistant = assistant_bytes(settings.train, compute_dtype(settings.train), "transformer_blocks")
     return two - one + assistant // int(transformer["num_layers"])
 
@@ -293,6 +292,8 @@ def host_bytes(transformer: dict[str, Any], settings: Config) -> int:
     count = settings.train.offload_blocks
     return count * sum(piece_sizes(block_bytes(transformer, settings))) if count else 0
 
+
+META = torch.device("meta")
 
 # ---- a step on the meta device ---------------------------------------------------------------------------------------
 
@@ -391,6 +392,10 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
     stored = torch.float32 if in_float32 else compute_dtype(train)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(stored)
+    if train.method == "lora":
+        kind, of_file = kind_of(transformer, settings), transformer.get("quantization_config") or {}
+        whole = of_file.get("modules_to_not_convert", ())
+        quantize_blocks(model, kind, META, train.quantized_backward, offloaded=False, whole=whole)
     return model
 
 

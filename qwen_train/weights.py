@@ -8,7 +8,7 @@ bfloat16, and the optimizer rounds updates at random. Full training of quantised
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
-from qwen_cache.extras import install_command
-from qwen_cache.models.devices import full_float32, is_accelerator, torchao_config
+from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
 from qwen_cache.models.loading import explained
+from qwen_cache.models.quantization import Kind, check_quantization, quantize
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
@@ -32,7 +32,6 @@ from qwen_train.model.loading import (
     TabulatedTransformer2DModel,
     check_settings,
     load_single_file,
-    quantize,
     trained_class,
 )
 from qwen_train.model.placement import assign, full_tensor, replace_layers
@@ -42,6 +41,8 @@ CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "10GB"  # as save_pretrained
+FEW_ROWS = ("img_mod", "txt_mod")
+"""The layers inside the blocks of the 20B family that have a row for each sample, and no token."""
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
@@ -75,20 +76,22 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
     if settings.tabulated_modulation:
         check_settings(settings, saved)
         model_class = TabulatedTransformer2DModel
+    check_quantization(kind, "model.quantization", device)
     load = _load_folder if model.transformer is None else load_file
-    transformer = load(model_class, model, dtype, kind, device, offloaded=settings.offload_blocks > 0)
+    transformer = load(model_class, model, dtype, kind, device)
+    quantize_blocks(transformer, kind, device, settings.quantized_backward, offloaded=settings.offload_blocks > 0)
     if compute_dtype(settings) == torch.float32:
         full_float32()
     return transformer
 
 
 def _load_folder(
-    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: str, device: torch.device, *, offloaded: bool
+    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: Kind, device: torch.device
 ) -> Any:
     """The transformer of the model's folder."""
     folder = model.component("transformer")
     check_component(folder)
-    options = quantization_options(folder, kind, dtype, model_class.NOT_QUANTISED, device, offloaded=offloaded)
+    options = folder_options(folder, kind, device)
     with explained("the transformer", folder, do=None):
         transformer, info = model_class.from_pretrained(
             folder, torch_dtype=dtype, use_safetensors=True, output_loading_info=True, **options
@@ -103,31 +106,37 @@ def _load_folder(
     return transformer
 
 
-def load_file(
-    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: str, device: torch.device, *, offloaded: bool
-) -> Any:
-    """The transformer of the model's single file, quantised to `kind` by `device` unless it is `offloaded`.
-
-    Raises ConfigError if the file is quantised already, and for nf4, which bitsandbytes makes of folders only.
-    """
+def load_file(model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: Kind, device: torch.device) -> Any:
+    """The transformer of the model's single file; ConfigError if it is quantised already, and `kind` is not none."""
     file = model.transformer_file
     assert file is not None
-    if kind != "none" and (file.quantization or kind == "nf4"):
+    if kind != "none" and file.quantization:
         raise ConfigError(
-            f"model.quantization={kind} is for weights that are not quantised yet"
-            if file.quantization
-            else "model.quantization=nf4 is for folders: bitsandbytes quantises while diffusers loads them",
+            f"model.quantization={kind} is for weights that are not quantised yet",
             where=file.path,
-            found=f"{file.quantization} weights" if file.quantization else None,
-            do="set model.quantization=none: the file is loaded as it was saved"
-            if file.quantization
-            else "set model.quantization=int8 or fp8, or use a GGUF file",
+            found=f"{file.quantization} weights",
+            do="set model.quantization=none: the file is loaded as it was saved",
         )
-    transformer = load_single_file(model_class, model, dtype)
+    return load_single_file(model_class, model, dtype, few_rows=FEW_ROWS)
+
+
+def quantize_blocks(
+    transformer: Any,
+    kind: Kind,
+    device: torch.device,
+    backward_in_8_bits: bool = True,
+    *,
+    offloaded: bool,
+    whole: Sequence[str] = (),
+) -> None:
+    """Quantise the linear layers of a loaded transformer's blocks on `device`, where they stay unless `offloaded`.
+
+    Its weights are mapped files until then, so host memory never holds them all. What is outside the blocks is about a
+    percent of the weights, through which every token passes. `whole` names layers of every block to leave.
+    """
     if kind != "none":
-        config = _quantization_config(kind, dtype, model_class.NOT_QUANTISED)
-        quantize(transformer, config, None if offloaded or not is_accelerator(device) else device)
-    return transformer
+        options: dict[str, Any] = {"few_rows": FEW_ROWS, "whole": whole, "backward_in_8_bits": backward_in_8_bits}
+        quantize(transformer.transformer_blocks, kind, device, **options, to=CPU if offloaded else None)
 
 
 def _stored_dtype(model: ModelFolder) -> torch.dtype:
@@ -145,6 +154,8 @@ def _stored_dtype(model: ModelFolder) -> torch.dtype:
 def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     """Apply the settings: layout, layers, checkpointing, LoRA, frozen weights; the transformer in training mode."""
     transformer.layout = "padded" if settings.layout == "auto" else settings.layout
+    if settings.method == "lora":
+        transformer.requires_grad_(False)
     replace_layers(transformer)
     checkpoint_blocks(
         transformer, recomputed_blocks(settings.gradient_checkpointing, len(transformer.transformer_blocks))
@@ -216,15 +227,10 @@ def trainable(transformer: Any) -> list[torch.nn.Parameter]:
     return [parameter for parameter in transformer.parameters() if parameter.requires_grad]
 
 
-def quantization_options(
-    folder: Path, kind: str, dtype: torch.dtype, skipped: list[str], device: torch.device, *, offloaded: bool
-) -> dict[str, Any]:
-    """Arguments of `from_pretrained` for `model.quantization`, which leaves the modules `skipped` as they are.
+def folder_options(folder: Path, kind: Kind, device: torch.device) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for a folder; ConfigError if it is already quantised, and `kind` is not none.
 
-    An accelerator quantises in seconds what takes a CPU minutes, so the weights go to `device` first, unless they are
-    offloaded; bitsandbytes quantises on an accelerator only, and by default on the first one.
-
-    Raises ConfigError if the folder is already quantised.
+    bitsandbytes unpacks saved weights on an accelerator only, and by default on the first one.
     """
     saved = read_config(folder / "config.json").get("quantization_config")
     if kind == "none":
@@ -237,28 +243,7 @@ def quantization_options(
             found=f"quant_method {saved.get('quant_method')} in config.json",
             do="set model.quantization=none: the folder is loaded as it was saved",
         )
-    options: dict[str, Any] = {"quantization_config": _quantization_config(kind, dtype, skipped)}
-    if is_accelerator(device) and (kind == "nf4" or not offloaded):
-        options["device_map"] = {"": device}
-    return options
-
-
-def _quantization_config(kind: str, dtype: torch.dtype, skipped: list[str]) -> Any:
-    """diffusers' quantisation config for that kind of weights."""
-    import diffusers
-
-    try:
-        if kind == "nf4":
-            return diffusers.BitsAndBytesConfig(
-                load_in_4bit=True,
-                bnb_4bit_quant_type="nf4",
-                bnb_4bit_compute_dtype=dtype,
-                llm_int8_skip_modules=skipped,
-            )
-        weights = torchao_config(kind, "model.quantization")
-        return diffusers.TorchAoConfig(weights, modules_to_not_convert=skipped)
-    except ImportError as error:
-        raise ConfigError(f"model.quantization={kind}: {error}", do=install_command("quantization")) from None
+    return {}
 
 
 # ---- saving trained weights ------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qwen_train.model.placement import InputDtypeLayerNorm, QuantizedLinear, replace_layers
+from qwen_cache.models.quantization import QuantizedLinear
+from qwen_train.model.placement import InputDtypeLayerNorm, replace_layers
 
 from .support.judge import AS_FAR
 
@@ -70,8 +71,10 @@ def test_autograd_keeps_no_unpacked_weight(torchao_linear: nn.Linear) -> None:
         """The bytes that autograd keeps besides the layer's parameters and its input."""
         sizes: dict[int, int] = {}
         x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-        weight: Any = (layer[0] if isinstance(layer, nn.Sequential) else layer).weight
-        known = {part.untyped_storage()._cdata for part in (x, weight.qdata, weight.scale)}
+        ours = isinstance(layer, nn.Sequential)
+        weight: Any = layer[0].weight if ours else layer.weight
+        parts = (weight, layer[0].scale) if ours else (weight.qdata, weight.scale)
+        known = {part.untyped_storage()._cdata for part in (x, *parts)}
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()

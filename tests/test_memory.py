@@ -74,6 +74,11 @@ SETTINGS = {
     "LoKr": ["train.gradient_checkpointing=false", "train.lora.type=lokr"],
     "LoHa": ["train.gradient_checkpointing=false", "train.lora.type=loha"],
     "OFT": ["train.gradient_checkpointing=false", "train.lora.type=oft"],
+    **{
+        f"{kind}, no checkpointing": ["train.gradient_checkpointing=false", f"model.quantization={kind}"]
+        for kind in ("fp8", "nf4", "int8_convrot", "fp8_w8a8")
+    },
+    "int8_convrot": ["model.quantization=int8_convrot"],
     "OFT, checkpointing": ["train.lora.type=oft", "train.lora.use_cayley_neumann=false"],
 }
 

@@ -70,8 +70,7 @@ def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path],
     assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("kind", ["int8", slow("fp8")])
+@pytest.mark.parametrize("kind", ["int8_convrot", "nf4", slow("int8"), slow("fp8"), slow("fp8_w8a8")])
 def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
     judge = plain(model__quantization=kind)
     assert column(train(model__quantization=kind, train__offload_blocks=2), "loss") == column(judge, "loss")
@@ -200,7 +199,6 @@ def test_host_memory_is_predicted() -> None:
         ({"train__compile": True}, "train.compile=true"),
         ({"train__gradient_checkpointing": 2}, "train.gradient_checkpointing=2"),
         ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing=false"),
-        ({"model__quantization": "nf4"}, "nf4"),
         (
             {"train__offload_blocks": 3},
             "train.offload_blocks exceeds the number of blocks (expected at most 2, found 3)",

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.experimental.masks import encoder_of
-from qwen_cache.models import devices
-from qwen_cache.models.devices import Kind, Nf4Linear, Placement, QuantizedLinear, check_quantization, quantize
+from qwen_cache.models import quantization
+from qwen_cache.models.devices import Placement
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
+from qwen_cache.models.quantization import Kind, Nf4Linear, QuantizedLinear, check_quantization, quantize
 from qwen_cache.settings.load import load_config
 from qwen_train.data.samples import open_mixture
 
@@ -64,17 +65,17 @@ def test_each_weight_is_the_nearest_number_of_its_format(
     layers = nn.Sequential(nn.Linear(96, 150), nn.ReLU()).requires_grad_(False)
     weight = layers[0].weight.clone()
     if pieces:
-        monkeypatch.setattr(devices, "PIECE", 64 * 96)
-    quantize(layers, kind, SETTING, CPU)
+        monkeypatch.setattr(quantization, "PIECE", 64 * 96)
+    quantize(layers, kind, CPU)
     assert type(layers[0]) is (Nf4Linear if kind == "nf4" else QuantizedLinear)
     found = unpacked(layers[0], 96)
     # The product with the identity, and the subtracted bias, round a few times in float32.
     assert ((found - weight).abs() <= allowed(kind, weight) * (1 + 1e-3) + 2**-22).all()
     assert not torch.equal(found, weight)
-    monkeypatch.setattr(devices, "PIECE", 1 << 24)
+    monkeypatch.setattr(quantization, "PIECE", 1 << 24)
     whole = nn.Sequential(nn.Linear(96, 150)).requires_grad_(False)
     whole[0].weight, whole[0].bias = nn.Parameter(weight, requires_grad=False), layers[0].bias
-    quantize(whole, kind, SETTING, CPU)
+    quantize(whole, kind, CPU)
     torch.testing.assert_close(unpacked(whole[0], 96), found, rtol=0, atol=2**-22)
 
 
@@ -182,7 +183,7 @@ def test_quantised_embeddings_are_not_trained_together_with_others(
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "module"), [("int8", "torchao.quantization"), ("nf4", "bitsandbytes.functional")])
+@pytest.mark.parametrize(("kind", "module"), [("nf4", "bitsandbytes.functional")])
 def test_a_missing_package(kind: Kind, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError) as error:
@@ -194,10 +195,10 @@ def test_a_missing_package(kind: Kind, module: str, monkeypatch: pytest.MonkeyPa
 def test_a_device_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as fp8 on MPS."""
 
-    def convert(*_: object) -> None:
+    def convert(*_: object, **__: object) -> None:
         raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend\nbut it does not have support")
 
-    monkeypatch.setattr(devices, "quantize", convert)
+    monkeypatch.setattr(quantization, "quantize", convert)
     with pytest.raises(DeviceError) as error:
         check_quantization("fp8", SETTING, CPU)
     assert str(error.value) == (

@@ -23,6 +23,7 @@ from torchao.quantization import Int8WeightOnlyConfig
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.folder import open_model
+from qwen_cache.models.quantization import Nf4Linear, QuantizedLinear
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train import train as training
 from qwen_train import weights
@@ -140,12 +141,12 @@ def test_a_quantised_folder_is_not_quantised_again(train: Trainer, saved_in_8_bi
 
 def quantised_linears(transformer: Any) -> Counter[str]:
     """How many linear layers of each part have quantised weights."""
-    names = (n for n, p in transformer.named_parameters() if type(p.data).__module__.startswith("torchao"))
+    packed = (QuantizedLinear, Nf4Linear)
+    names = (name for name, module in transformer.named_modules() if isinstance(module, packed))
     return Counter(name.split(".")[0] for name in names)
 
 
-@pytest.mark.filterwarnings("ignore:TorchaoLoraLinear was instantiated without:UserWarning")
-@pytest.mark.parametrize("kind", ["int8", slow("fp8")])
+@pytest.mark.parametrize("kind", ["nf4", "int8_convrot", slow("int8"), slow("fp8"), slow("fp8_w8a8")])
 def test_a_lora_on_quantised_weights_learns_from_their_values(train: Trainer, prepared: list[Any], kind: str) -> None:
     out = train(model__quantization=kind, optimizer__learning_rate=0.02)
     transformer = prepared[0].run.transformer
@@ -153,7 +154,7 @@ def test_a_lora_on_quantised_weights_learns_from_their_values(train: Trainer, pr
     sample, plain = open_cache(train.cache)[0], train(out="plain", optimizer__learning_rate=0.02)
     transformer.disable_adapters()
     error = relative_error(output(transformer.eval(), sample), output(stock(train.model / "transformer"), sample))
-    assert 1e-4 < error < 0.1
+    assert 1e-4 < error < (0.3 if kind == "nf4" else 0.1)
     assert column(out, "loss") == pytest.approx(column(plain, "loss"), rel=0.05)
     assert column(out, "loss") != pytest.approx(column(plain, "loss"), rel=1e-6)
     assert {weight.dtype for weight in load_file(out / LORA).values()} == {torch.float32}
@@ -176,11 +177,6 @@ def test_full_training_of_quantised_weights_is_refused(train: Trainer, saved_in_
     )
     train.model = saved_in_8_bits
     refused(train.try_(settings=FULL), str(train.model), "found quant_method torchao in config.json")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_4_bits_without_a_gpu_are_refused(train: Trainer) -> None:
-    refused(train.try_(model__quantization="nf4"), "the transformer cannot be loaded", "A GPU is needed")
 
 
 def test_dora_on_quantised_weights_is_refused(train: Trainer) -> None:

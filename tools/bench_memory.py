@@ -27,7 +27,7 @@ from qwen_train.memory import Memory, SampleSize, predict_memory
 from qwen_train.model.loading import trained_class
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer
-from qwen_train.weights import compute_dtype, prepare_for_training, trainable
+from qwen_train.weights import compute_dtype, prepare_for_training, quantize_blocks, trainable
 
 FAMILIES = {"20b": QWEN_IMAGE, "2.1": QWEN_IMAGE_21}
 REAL_HEADS = {"20b": 24, "2.1": 32}
@@ -64,6 +64,7 @@ def make_model(config: dict[str, Any], settings: Config, device: str) -> Any:
     with torch.device(device):
         model = trained_class(config).from_config(config)
     torch.set_default_dtype(before)
+    quantize_blocks(model, settings.model.quantization, torch.device(device), train.quantized_backward, offloaded=False)
     return prepare_for_training(model, train)
 
 

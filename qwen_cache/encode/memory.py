@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DynamicCache
 
 from qwen_cache.encode.text import select_rows
@@ -23,18 +23,16 @@ from qwen_cache.encode.vae import VaeThatFits, encoder_parts, for_single_frames,
 from qwen_cache.models.devices import (
     ALIGNMENT,
     ON_DEVICE,
-    QUANTIZATIONS,
     WHOLE,
     Placement,
-    Quantization,
     bytes_of,
-    in_pieces,
     peak_of,
     piece_sizes,
     with_reserve,
 )
 from qwen_cache.models.encoders import MODELS, batch_windows, model_config
 from qwen_cache.models.loading import explained, from_config
+from qwen_cache.models.quantization import quantize
 from qwen_cache.sources.sizes import Size
 
 CHANNELS = {"RGB": 3, "RGBA": 4}
@@ -155,19 +153,17 @@ def text_lane(
     with torch.device("meta"), explained(kind.__name__, TEXT_ENCODER):
         model = in_dtype(kind(settings).model, dtype)
     weights, host = bytes_of(model), 0
-    quantization = QUANTIZATIONS.get(placement.quantization)
-    layers = [_layer_bytes(layer, quantization) for layer in model.language_model.layers]
-    weights += sum(layers) - sum(map(bytes_of, model.language_model.layers))
+    weights -= sum(map(bytes_of, model.language_model.layers))
+    if placement.quantization != "none":
+        quantize(model.language_model.layers, placement.quantization, torch.device("meta"))
+    layers = [_layer_bytes(layer) for layer in model.language_model.layers]
+    weights += sum(layers)
     largest = largest_layer(model)
     if partial:
         table = bytes_of(model.language_model.embed_tokens)
         stacks = [[_layer_bytes(block) for block in model.visual.blocks], *([layers] if placement.offload else [])]
         weights += sum(min(ON_DEVICE, len(stack)) * max(stack) - sum(stack) for stack in stacks) - table
         host = table + sum(sum(piece_sizes(size)) for stack in stacks for size in stack)
-    if quantization:
-        for module in model.language_model.layers.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = UnpackedOnMeta
     return Component(weights, peak_of(_passes(model, work, dtype), model), largest, host=host)
 
 
@@ -218,26 +214,10 @@ def image_token_count(config: Mapping[str, Any], images: Sequence[Size]) -> int:
     return sum(h * w // vision["spatial_merge_size"] ** 2 for h, w in (grid_of(vision, image) for image in images))
 
 
-def _layer_bytes(layer: nn.Module, quantization: Quantization | None = None) -> int:
+def _layer_bytes(layer: nn.Module) -> int:
     """The bytes of a layer's parameters, as they are aligned in the memory for an offloaded one."""
-    total = 0
-    for module in layer.modules():
-        for parameter in module.parameters(recurse=False):
-            size: float = parameter.numel() * parameter.element_size()
-            if quantization and type(module) is nn.Linear and parameter is module.weight:
-                size = quantization.per_weight * parameter.numel() + quantization.per_row * len(parameter)
-            total += math.ceil(size / ALIGNMENT) * ALIGNMENT
-    return total
-
-
-class UnpackedOnMeta(nn.Linear):
-    """A quantised linear layer without data: it unpacks its weight in pieces, as quantised layers do."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def unpack(rows: slice) -> tuple[Tensor, None]:
-            return x.new_empty(rows.stop - rows.start, self.in_features), None
-
-        return in_pieces(x, self.out_features, unpack, self.bias)
+    sizes = (parameter.numel() * parameter.element_size() for parameter in layer.parameters())
+    return sum(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes)
 
 
 def largest_layer(model: nn.Module) -> int:

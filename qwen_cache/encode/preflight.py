@@ -332,7 +332,8 @@ def check_devices(config: Config) -> None:
         for option, name in named.items():
             choose_devices(name, option)
     if (quantization := config.cache.text_quantization) != "none":
-        from qwen_cache.models.devices import SETTING, check_quantization, choose_devices
+        from qwen_cache.models.devices import SETTING, choose_devices
+        from qwen_cache.models.quantization import check_quantization
 
         for device in choose_devices(config.cache.text_device, "--text-device", preferred=1):
             check_quantization(quantization, SETTING, device)

@@ -52,6 +52,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 MOST_TENSORS, MOST_VALUES, MOST_DIMENSIONS = 100_000, 1_000_000, 4  # the 20B transformer has 1,933 tensors
 DOWNLOAD = "download the file again"
+OTHER_FILE = "use a bf16, fp8, int8_convrot or GGUF file of the model"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class StoredTensor:
     """The position of its first byte in the file."""
     end: int
     scale: StoredTensor | None = None
-    """The scale of an fp8 weight: one number, or one for each row."""
+    """The scale of an fp8 or int8 weight: one number, or one for each row."""
+    group: int = 0
+    """The columns of an int8 weight that were rotated together (ConvRot); 0 without rotation."""
 
     @property
     def is_packed(self) -> bool:
@@ -77,7 +80,7 @@ class StoredTensor:
         middle = (self.begin + self.end) // 2
         begin, end = (middle, self.end) if second else (self.begin, middle)
         scale = self.scale.half(second) if self.scale and math.prod(self.scale.shape) > 1 else self.scale
-        return StoredTensor(self.dtype, (self.shape[0] // 2, *self.shape[1:]), begin, end, scale)
+        return replace(self, shape=(self.shape[0] // 2, *self.shape[1:]), begin=begin, end=end, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -203,24 +206,29 @@ class _Gguf:
 # ---- single file -----------------------------------------------------------------------------------------------------
 # A transformer in a single file, of ComfyUI or GGUF: its parameters by their names in diffusers.
 #
-# Read without torch: safetensors in bf16, fp8 and scaled fp8, and GGUF, with or without ComfyUI's prefix. Refused, with
-# the reason: URLs, pickles, truncated files, other quantisations, LoRAs, text encoders, and transformers of another
-# family or size than the model's config.json says.
+# Read without torch: safetensors in bf16, fp8, scaled fp8 and int8 (with ConvRot's rotation or not), and GGUF, with or
+# without ComfyUI's prefix. Refused, with the reason: URLs, pickles, truncated files, other quantisations, LoRAs, text
+# encoders, and transformers of another family or size than the model's config.json says.
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI's files may have before the name of a parameter."""
 OTHER_PARTS = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
 """The rest of a whole checkpoint, which is not read: text encoder and VAE are those of the model folder."""
 SCALES = (".scale_weight", ".weight_scale")
-"""The scale of an fp8 weight in ComfyUI's first layout and in its present one (comfy/utils.py, convert_old_quants)."""
+"""The scale of a weight in ComfyUI's first layout and in its present one (comfy/utils.py, convert_old_quants)."""
 ZERO_COND_T = "__index_timestep_zero__"
 """ComfyUI's marker of Qwen-Image-Edit-2511, whose parameters have the names and shapes of 2509 (model_detection.py)."""
-IGNORED = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8", ZERO_COND_T)
+MARKER = ".comfy_quant"
+IGNORED = (".scale_input", ".input_scale", MARKER, "scaled_fp8", ZERO_COND_T)
 """Scales of activations, which are not quantised here, and markers."""
 FP8 = ("F8_E4M3", "F8_E5M2")
-PARAMETERS = ("F32", "F16", "BF16", *FP8)
-COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
-"""The formats of comfy/quant_ops.py with a scale per tensor or row."""
+INT8 = "I8"
+QUANTISED = (*FP8, INT8)
+PARAMETERS = ("F32", "F16", "BF16", *QUANTISED)
+COMFY_FORMATS = {"float8_e4m3fn": FP8, "float8_e5m2": FP8, "int8_tensorwise": (INT8,)}
+"""The formats of comfy/quant_ops.py with a scale per tensor or row, and the dtypes of such weights."""
+CONVROT_GROUPS = (4, 16, 64, 256)
+"""Powers of 4, for which ConvRot has a matrix; 256 where a file names none."""
 UNPACKED_TENSORS = {"BF16": 1, "F16": 1, "F32": 1, **dict.fromkeys(FP8, 1), "IQ4_NL": 7, "IQ4_XS": 7}
 UNPACKED_TENSORS |= {"Q5_0": 6, "Q5_1": 6}
 UNPACKED_OTHERS = 4
@@ -254,22 +262,30 @@ class SingleFile:
 
     @property
     def quantization(self) -> str | None:
-        """How the weights are quantised: gguf or fp8; None if they are not."""
+        """How the weights are quantised: gguf, int8_convrot (with or without rotation) or fp8; None if they are not."""
+        dtypes = {tensor.dtype for tensor in self.tensors.values()}
         if any(tensor.is_packed for tensor in self.tensors.values()):
             return "gguf"
-        return "fp8" if any(tensor.dtype in FP8 for tensor in self.tensors.values()) else None
+        return "int8_convrot" if INT8 in dtypes else "fp8" if dtypes & set(FP8) else None
 
     @property
     def bytes_per_weight(self) -> float:
-        """In the matrices of the blocks, as loaded: fp8 with a float32 scale per row, what is not quantised in bf16."""
+        """In the matrices of the blocks, as loaded: 8 bits with a float32 scale per row, what is not quantised in
+        bf16."""
         matrices = [it for name, it in self.tensors.items() if name.startswith(BLOCKS) and len(it.shape) == 2]
         return sum(map(_bytes_loaded, matrices)) / sum(math.prod(it.shape) for it in matrices)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The model's config.json with the quantisation of this file in place of the folder's own."""
         own = {name: value for name, value in config.items() if name != "quantization_config"}
+        matrices = {
+            name.removeprefix(BLOCKS).partition(".")[2].removesuffix(".weight"): tensor.dtype in QUANTISED
+            for name, tensor in self.tensors.items()
+            if name.startswith(BLOCKS) and len(tensor.shape) == 2
+        }
         quantised = {
             "quant_method": self.quantization,
+            "modules_to_not_convert": sorted(name for name, stays in matrices.items() if not stays),
             "bytes_per_weight": self.bytes_per_weight,
             "unpacked_tensors": max(UNPACKED_TENSORS.get(it.dtype, UNPACKED_OTHERS) for it in self.tensors.values()),
         }
@@ -280,7 +296,7 @@ def _bytes_loaded(matrix: StoredTensor) -> int:
     weights = math.prod(matrix.shape)
     if matrix.is_packed:
         return matrix.end - matrix.begin
-    return weights + 4 * matrix.shape[0] if matrix.dtype in FP8 else 2 * weights
+    return weights + 4 * matrix.shape[0] if matrix.dtype in QUANTISED else 2 * weights
 
 
 def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
@@ -292,9 +308,8 @@ def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
         do = {"a URL": "download it first", "a folder": "name a folder with --model"}.get(found)
         raise ModelError(what, where=name, expected="a .safetensors or .gguf file", found=found, do=do)
     header = read_header(path)
-    tensors = _parameters(path, header)
+    tensors = _parameters(path, header, _comfy_formats(path, header))
     _check_architecture(path, tensors, config)
-    _check_formats(path, header)
     if any(name.endswith(ZERO_COND_T) for name in header.tensors) and not config.get("zero_cond_t"):
         raise ModelError(
             "this is not the transformer of the model in model.path: it is of Qwen-Image-Edit-2511",
@@ -308,20 +323,16 @@ def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
 
 def check_packages(file: SingleFile | None) -> None:
     """ConfigError if a package is missing that loads this quantisation."""
-    packages = {"gguf": ("gguf", "gguf"), "fp8": ("torchao", "quantization")}
-    if file is None or file.quantization is None:
-        return
-    package, extra = packages[file.quantization]
-    if installed(package) is None:
-        what = f"{file.quantization} weights need a package that is not installed"
-        raise ConfigError(what, where=file.path, expected=package, do=install_command(extra))
+    if file is not None and file.quantization == "gguf" and installed("gguf") is None:
+        what = "gguf weights need a package that is not installed"
+        raise ConfigError(what, where=file.path, expected="gguf", do=install_command("gguf"))
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
-    """The parameters with their scales, under diffusers' names."""
+def _parameters(path: Path, header: Header, formats: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredTensor]:
+    """The parameters with their scales and rotations, under diffusers' names."""
     prefix = next((it for it in PREFIXES if any(name.startswith(it) for name in header.tensors)), "")
     own = {name.removeprefix(prefix): it for name, it in header.tensors.items() if name.startswith(prefix)}
     for part, (kind, do) in NOT_A_TRANSFORMER.items():
@@ -339,15 +350,24 @@ def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
     for name, scale in scales.items():
         weight = tensors.get(name)
         rows = weight.shape[0] if weight and weight.shape else 0
-        if weight is None or weight.dtype not in FP8 or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
+        if weight is None or weight.dtype not in QUANTISED or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
             of = "no such weight" if weight is None else f"{weight.dtype} {weight.shape}, a scale of {scale.shape}"
             raise ModelError(
-                "this scale is not of an fp8 weight, with one number for all or one for each row",
+                "this scale is not of an fp8 or int8 weight, with one number for all or one for each row",
                 where=f"{path}: {name}",
                 found=of,
-                do="use a bf16, fp8 or GGUF file of the model",
+                do=OTHER_FILE,
             )
         tensors[name] = replace(weight, scale=scale)
+    for layer, entry in formats.items():
+        name = f"{layer.removeprefix(prefix)}.weight"
+        if name in tensors and tensors[name].dtype == INT8:
+            tensors[name] = replace(tensors[name], group=_group(f"{path}: {name}", tensors[name], entry))
+    named = {layer.removeprefix(prefix) for layer in formats}
+    for name, tensor in tensors.items():
+        if tensor.dtype == INT8 and (tensor.scale is None or name.removesuffix(".weight") not in named):
+            lacking = "its scale" if tensor.scale is None else "ComfyUI's entry about its format"
+            raise ModelError(f"an int8 weight without {lacking}", where=f"{path}: {name}", do=OTHER_FILE)
     for name in [it for it in tensors if it.endswith(GATE_UP)]:
         joined = tensors.pop(name)
         for second, part in enumerate(GATE_AND_UP):
@@ -359,7 +379,7 @@ def _parameters(path: Path, header: Header) -> dict[str, StoredTensor]:
                 where=f"{path}: {name}",
                 expected=", ".join(PARAMETERS),
                 found=tensor.dtype,
-                do="use a bf16, fp8 or GGUF file of the model",
+                do=OTHER_FILE,
             )
     return tensors
 
@@ -391,26 +411,45 @@ def _check_architecture(path: Path, tensors: Mapping[str, StoredTensor], config:
             )
 
 
-def _check_formats(path: Path, header: Header) -> None:
-    """ModelError for a layer that ComfyUI quantised otherwise than to fp8 with a scale per tensor or row."""
+def _comfy_formats(path: Path, header: Header) -> dict[str, dict[str, Any]]:
+    """ComfyUI's entries about quantised layers: those of the header count, else each layer's own tensor.
+
+    ModelError for a format other than fp8 or int8 with a scale per tensor or row.
+    """
     layers: dict[str, Any] = {}
     try:
-        if text := header.metadata.get("_quantization_metadata"):
-            layers |= parse_json(text)["layers"]
-        markers = {name: it for name, it in header.tensors.items() if name.endswith(".comfy_quant")}
         with open(open_file(path), "rb") as file:
-            for name, marker in markers.items():
-                file.seek(marker.begin)
-                layers[name] = parse_json(file.read(min(marker.end - marker.begin, LONGEST_MARKER)))
-        formats = {str(it["format"] if isinstance(it, dict) else it): name for name, it in layers.items()}
+            for name, marker in header.tensors.items():
+                if name.endswith(MARKER):
+                    file.seek(marker.begin)
+                    text = file.read(min(marker.end - marker.begin, LONGEST_MARKER))
+                    layers[name.removesuffix(MARKER)] = parse_json(text)
+        if of_all := header.metadata.get("_quantization_metadata"):
+            layers |= parse_json(of_all)["layers"]
+        entries = {name: dict(it if isinstance(it, dict) else {"format": it}) for name, it in layers.items()}
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ModelError("ComfyUI's quantisation entries cannot be read", where=path, do=DOWNLOAD) from None
-    for kind, name in formats.items():
-        if kind not in COMFY_FORMATS:
+    for name, entry in entries.items():
+        if (kind := entry.get("format")) not in COMFY_FORMATS:
             raise ModelError(
                 "this quantisation of ComfyUI is not read",
                 where=f"{path}: {name}",
                 expected=" or ".join(COMFY_FORMATS),
-                found=kind,
-                do="use a bf16, fp8 or GGUF file of the model",
+                found=kind if kind else "no format, as in files of older extensions",
+                do=OTHER_FILE,
             )
+    return entries
+
+
+def _group(where: str, weight: StoredTensor, entry: Mapping[str, Any]) -> int:
+    """The columns that were rotated together, by an entry of ComfyUI, whose values may stand in `params`."""
+    params = entry.get("params")
+    values = {**(params if isinstance(params, dict) else {}), **entry}
+    group = values.get("convrot_groupsize", 256) if values.get("convrot", False) is True else 0
+    if values.get("convrot", False) not in (True, False) or (group and group not in CONVROT_GROUPS):
+        expected = f"a rotation of {', '.join(map(str, CONVROT_GROUPS))} columns"
+        raise ModelError("this rotation is not ConvRot's", where=where, expected=expected, found=group, do=OTHER_FILE)
+    if group and (len(weight.shape) != 2 or weight.shape[1] % group):
+        found = f"{weight.shape}, rotated by {group}"
+        raise ModelError("the columns are no multiple of the rotated group", where=where, found=found, do=DOWNLOAD)
+    return int(group)

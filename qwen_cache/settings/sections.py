@@ -66,9 +66,10 @@ class ModelConfig(Section):
     vae: str | None = None
     """A VAE whose decoder makes the images, in place of the model's: a folder, or a repository on the hub. The model's
     own VAE still encodes."""
-    quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Quantise the frozen transformer to 8 bits (torchao) or 4 (bitsandbytes, needs a GPU). none: as the folder or file
-    is."""
+    quantization: Literal["none", "int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"] = "none"
+    """Quantise the frozen transformer. int8, fp8, nf4 (by bitsandbytes): 8 or 4 bits in memory, unpacked for each
+    product. int8_convrot, fp8_w8a8: multiplied in 8 bits, too, which is faster on GPUs that can (fp8: from Ada and
+    Hopper on). none: as the folder or file is."""
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -382,6 +383,9 @@ class TrainConfig(BatchConfig):
     compile: Literal["auto"] | bool = "auto"
     """torch.compile of the blocks: minutes at the start, then faster steps. auto: on CUDA with Triton, if at least 200
     steps are left."""
+    quantized_backward: bool = True
+    """With model.quantization int8_convrot or fp8_w8a8: the backward pass multiplies in 8 bits, too. false: in
+    bfloat16."""
     fsdp: bool = False
     """Shard the weights over the processes (FSDP2) instead of replicating them (DDP)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -20,6 +20,7 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.quantization import Kind
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.detect import Readable
 from qwen_cache.sources.places import File
@@ -99,7 +100,7 @@ class Generator:
     loras: Sequence[WeightedLora] = ()
     merge: bool = False
     """Add the LoRAs to the weights before generating."""
-    quantization: str = "none"
+    quantization: Kind = "none"
     """The transformer's, on loading: none, int8, fp8 or nf4."""
 
     def __post_init__(self) -> None:
@@ -235,7 +236,7 @@ Encoded = dict[tuple[tuple[Readable, ...], str], dict[str, torch.Tensor] | Sourc
 
 
 def generator_of(
-    model: ModelFolder, cells: Sequence[Cell], devices: Devices, *, merge: bool, quantization: str
+    model: ModelFolder, cells: Sequence[Cell], devices: Devices, *, merge: bool, quantization: Kind
 ) -> Generator:
     """The generator of all cells; raises the errors of Generator for each of them, before anything is loaded."""
     for cell in cells[1:]:

@@ -33,15 +33,17 @@ from qwen_cache.encode.memory import (
 from qwen_cache.encode.vae import latent_space
 from qwen_cache.errors import ModelError
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, token_count
-from qwen_cache.models.devices import WHOLE, Placement, Quantization, bytes_of, peak_of, torch_dtype, with_reserve
+from qwen_cache.models.devices import WHOLE, Placement, bytes_of, peak_of, torch_dtype, with_reserve
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
+from qwen_cache.models.quantization import Kind
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
-from qwen_train.memory import SampleSize, Workload, config_path, frozen_bytes, quantization_of
+from qwen_train.memory import SampleSize, Workload, config_path, frozen_bytes, kind_of
 from qwen_train.model.loading import trained_class
+from qwen_train.weights import quantize_blocks
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Components:
     condition_area: int | None
     """About the pixels of an image for the text encoder; None for those of the VAE."""
     dtype: torch.dtype = torch.bfloat16
-    quantization: Quantization | None = None
+    quantization: Kind = "none"
     """The transformer's, on loading."""
     placement: Placement = WHOLE
     """The placement of the text encoder's weights while a cache is built."""
@@ -124,7 +126,8 @@ class Components:
                 **extra,
             )
 
-        weights, unpacked = frozen_bytes(model.requires_grad_(False), self.quantization)
+        quantize_blocks(model, self.quantization, torch.device("meta"), offloaded=False)
+        weights, unpacked = frozen_bytes(model.requires_grad_(False), config)
         return Component(weights, peak_of(run, model) + unpacked, largest_layer(model))
 
     def generating(self) -> dict[str, int]:
@@ -158,7 +161,7 @@ def memory_beside_training(settings: Config, workload: Workload) -> dict[str, di
         return {}
     configs = {"transformer": workload.transformer, **{part: read_config(path) for part, path in paths.items()}}
     recipe = workload.recipe
-    area, kind = recipe.get("condition_image_size"), quantization_of(workload.transformer, settings)
+    area, kind = recipe.get("condition_image_size"), kind_of(workload.transformer, settings)
     placement = Placement(recipe.get("text_quantization", "none"), settings.cache.text_offload)
     dtype = torch_dtype(recipe.get("dtype", "bfloat16"))
     building = Components(configs, workload.sample, area, dtype, placement=placement)

@@ -35,6 +35,7 @@ from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
 from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import from_config, load_whole
+from qwen_cache.models.quantization import Kind, check_quantization
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions
@@ -44,8 +45,8 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.export import add_to_weights, attach, check_fit
 from qwen_train.lora.files import LORA, OFT, AdapterType, WeightedLora, check_base, origin_of, type_of_names
 from qwen_train.lora.reader import read_lora
-from qwen_train.model.loading import TabulatedTransformer2DModel, check_model, stock_class, tabulate, trained_class
-from qwen_train.weights import load_file, quantization_options
+from qwen_train.model.loading import TabulatedTransformer2DModel, check_model, stock_class, tabulate
+from qwen_train.weights import folder_options, load_file, quantize_blocks
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 # The devices of a pipeline's components, and advice when a device has too little memory.
@@ -489,7 +490,7 @@ def load_pipeline(
     config: PredictConfig,
     devices: Devices,
     *,
-    quantization: str = "none",
+    quantization: Kind = "none",
     loras: Sequence[WeightedLora] = (),
     merge: bool = False,
 ) -> Any:
@@ -510,14 +511,15 @@ def load_pipeline(
             vae.to(devices.vae)
     stock = stock_class(folder)
     kind = TabulatedTransformer2DModel if tabulated else stock
-    whole = trained_class({"_class_name": stock.__name__}, folder).NOT_QUANTISED
-    place, offloaded = devices.transformer, offload != "none"
+    place = devices.transformer
+    check_quantization(quantization, "model.quantization", place)
     with memory_for("loading the transformer", place):
         if model.transformer is None:
-            options = quantization_options(folder, quantization, dtype, whole, place, offloaded=offloaded)
+            options = folder_options(folder, quantization, place)
             transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
         else:
-            transformer = load_file(kind, model, dtype, quantization, place, offloaded=offloaded).requires_grad_(False)
+            transformer = load_file(kind, model, dtype, quantization, place).requires_grad_(False)
+        quantize_blocks(transformer, quantization, place, offloaded=offload != "none")
         if tabulated:
             tabulate(transformer, model.transformer_weights, NoiseSchedule.of_config(scheduler.config))
         if offload == "none":

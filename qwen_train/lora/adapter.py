@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
+from qwen_cache.models.quantization import is_quantized
 from qwen_cache.settings.sections import TAKES, LoraConfig, TrainConfig
 from qwen_cache.storage.files import write_durably
 from qwen_cache.storage.remembered import sealed
@@ -53,7 +54,7 @@ from qwen_train.model.placement import assign
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:
     """Freeze the transformer and add the adapter, in float32; ConfigError for settings that do not fit."""
-    if config.use_dora and getattr(transformer, "hf_quantizer", None) is not None:
+    if config.use_dora and is_quantized(transformer):
         raise ConfigError("train.lora.use_dora is for unquantised weights", do="set train.lora.use_dora=false")
     transformer.requires_grad_(False)
     check_targets(transformer, config.target_modules)

@@ -108,6 +108,9 @@ def check_modules(lora: Lora, file: Path) -> None:
         )
 
 
+UNPACKED = "int8_convrot"
+"""The quantisation of a base whose unpacked weights a LoRA is merged into."""
+
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,13 +210,17 @@ def write_peft_folder(lora: Lora, out: Path) -> Path:
 
 
 def base_model(source: Path, model: ModelConfig | None) -> ModelFolder:
-    """The base model of `model`, or of the qwen.yaml beside the LoRA; ModelError if its transformer is quantised."""
+    """The base model of `model`, or of the qwen.yaml beside the LoRA.
+
+    ModelError if its transformer is quantised, except for a file in int8: the LoRA is merged into its unpacked weights.
+    """
     folder = source if source.is_dir() else source.parent
     candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
     if model is None:
         model = load_saved(candidates[0]).model if candidates else ModelConfig()
     base = open_model(model.path, ("transformer",), model.revision, transformer=model.transformer)
-    if "quantization_config" in base.transformer_config:
+    saved = base.transformer_config.get("quantization_config")
+    if saved is not None and saved.get("quant_method") != UNPACKED:
         raise ModelError(
             "these weights are quantised: merging would round the LoRA away",
             where=model.transformer or base.component("transformer"),
@@ -242,7 +249,7 @@ def load_stored(base: ModelFolder) -> Any:
     folder = base.component("transformer")
     kind = stock_class(folder)
     if (file := base.transformer_file) is not None:
-        return load_single_file(kind, base, DTYPES[file.tensors["proj_out.weight"].dtype])
+        return load_single_file(kind, base, DTYPES[file.tensors["proj_out.weight"].dtype], unpack=True)
     check_component(folder)
     with explained("the transformer", folder, do=None):
         return kind.from_pretrained(folder, torch_dtype=stored_dtype(folder), use_safetensors=True)

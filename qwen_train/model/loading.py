@@ -6,17 +6,18 @@ import functools
 import importlib
 import mmap
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import diffusers
 import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
-from accelerate import PartialState
+from accelerate import PartialState, init_empty_weights
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel, QwenTimestepProjEmbeddings
 from diffusers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from jaxtyping import BFloat16
@@ -28,7 +29,8 @@ from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, read_config, shards_of
 from qwen_cache.models.loading import from_config
-from qwen_cache.models.single_file import BLOCKS, FP8, SingleFile, StoredTensor
+from qwen_cache.models.quantization import QuantizedLinear, rotated
+from qwen_cache.models.single_file import BLOCKS, INT8, QUANTISED, SingleFile, StoredTensor
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
@@ -351,9 +353,10 @@ def tabulate(
 # Load a transformer from a single file (`qwen_cache/models/single_file.py`) by diffusers' single-file loader.
 #
 # The file is mapped, not read into memory; processes of one machine share its bytes. bf16, f16 and f32 weights are
-# converted to the wanted dtype. The matrices of the blocks stay quantised: fp8 with the file's own scale, one per row,
-# as torchao's fp8 weights; GGUF as in diffusers, unpacked for each product. What else is fp8 or packed is unpacked. No
-# weight is rounded except by the conversion to the wanted dtype. Refused: names or shapes that are not the model's.
+# converted to the wanted dtype. The matrices of the blocks stay quantised: fp8 with the file's own scale, one per row;
+# int8 with its rotation, multiplied in 8 bits; GGUF as in diffusers, unpacked for each product. What else is quantised
+# is unpacked. No weight is rounded except by the conversion to the wanted dtype. Refused: names or shapes that are not
+# the model's.
 
 DTYPES = {
     "F32": torch.float32,
@@ -361,11 +364,17 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "I8": torch.int8,
 }
 
 
-def load_single_file(kind: type[Any], model: ModelFolder, dtype: torch.dtype) -> Any:
-    """The transformer of class `kind` from the model's single file, on the CPU; ModelError if it does not fit."""
+def load_single_file(
+    kind: type[Any], model: ModelFolder, dtype: torch.dtype, *, few_rows: Collection[str] = (), unpack: bool = False
+) -> Any:
+    """The transformer of class `kind` from the model's single file, on the CPU; ModelError if it does not fit.
+
+    Layers with a part of `few_rows` in their name never multiply in 8 bits. `unpack` leaves none quantised.
+    """
     file = model.transformer_file
     assert file is not None
     folder = model.component("transformer")
@@ -373,12 +382,27 @@ def load_single_file(kind: type[Any], model: ModelFolder, dtype: torch.dtype) ->
     unread = [re.compile(pattern) for pattern in kind._keys_to_ignore_on_load_unexpected or ()]
     names = [name for name in file.tensors if not any(pattern.search(name) for pattern in unread)]
     try:
-        quantization = _quantization_config(file, dtype)
         whole = map_file(file)
-        state = {name: _parameter(whole, name, file.tensors[name], kind, dtype) for name in names}
-        transformer = kind.from_single_file(
-            state, config=str(folder), torch_dtype=dtype, quantization_config=quantization, local_files_only=True
-        )
+        quantised = set() if unpack else {name for name in names if _stays_quantised(name, file.tensors[name])}
+        state = {name: unpacked(whole, file.tensors[name]).to(dtype) for name in names if name not in quantised}
+        if file.quantization == "gguf":
+            state |= {name: _packed(stored(whole, file.tensors[name]), file.tensors[name]) for name in quantised}
+            transformer = kind.from_single_file(
+                state,
+                config=str(folder),
+                torch_dtype=dtype,
+                quantization_config=diffusers.GGUFQuantizationConfig(compute_dtype=dtype),
+                local_files_only=True,
+            )
+        else:
+            with init_empty_weights():
+                transformer = from_config(kind, kind.load_config(folder)).eval()
+            transformer.load_state_dict(state, strict=False, assign=True)
+            for name in quantised:
+                layer, tensor = transformer.get_submodule(name.removesuffix(".weight")), file.tensors[name]
+                products = tensor.dtype == INT8 and not set(name.split(".")) & set(few_rows)
+                scales = _row_scales(whole, tensor)
+                QuantizedLinear.make(layer, stored(whole, tensor), scales, group=tensor.group, products=products)
     except torch.OutOfMemoryError:
         raise  # the file is not the reason
     except (OSError, ValueError, RuntimeError) as error:
@@ -404,23 +428,6 @@ def check_parameters(kind: type[Any], file: SingleFile, config: Mapping[str, Any
         )
 
 
-def quantize(transformer: Any, config: Any, device: torch.device | None) -> None:
-    """Quantise the loaded transformer by torchao, as diffusers does while it loads a folder: module by module.
-
-    `config` is diffusers' config, which names the modules to leave as they are; each module goes to `device` first.
-    """
-    from diffusers.quantizers import DiffusersAutoQuantizer
-
-    def is_quantised(module: torch.nn.Module, name: str) -> bool:
-        return isinstance(module, torch.nn.Linear) and not any(
-            f"{each}." in f"{name}." for each in config.modules_to_not_convert
-        )
-
-    torchao = importlib.import_module("torchao.quantization")
-    torchao.quantize_(transformer, config.get_apply_tensor_subclass(), filter_fn=is_quantised, device=device)
-    transformer.hf_quantizer = DiffusersAutoQuantizer.from_config(config)
-
-
 # ---- tensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -440,14 +447,15 @@ def stored(whole: Tensor, tensor: StoredTensor) -> Tensor:
 
 
 def unpacked(whole: Tensor, tensor: StoredTensor) -> Tensor:
-    """The tensor as numbers: an fp8 weight times its scale, in float32; a packed one in the dtype of its scales."""
+    """The tensor as numbers: an 8-bit weight times its scale, rotated back, in float32; a packed one in the dtype of
+    its scales."""
     values = stored(whole, tensor)
     if tensor.is_packed:
         from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
 
         numbers: Tensor = dequantize_gguf_tensor(_packed(values, tensor))
         return numbers
-    return values if tensor.scale is None else values.float() * _row_scales(whole, tensor)
+    return values if tensor.scale is None else rotated(values.float() * _row_scales(whole, tensor), tensor.group)
 
 
 def _row_scales(whole: Tensor, tensor: StoredTensor) -> Tensor:
@@ -464,28 +472,10 @@ def _packed(values: Tensor, tensor: StoredTensor) -> Any:
     return GGUFParameter(values, quant_type=importlib.import_module("gguf").GGMLQuantizationType[tensor.dtype])
 
 
-def _parameter(whole: Tensor, name: str, tensor: StoredTensor, kind: type[Any], dtype: torch.dtype) -> Any:
-    """The tensors that the single-file loader is given under this name."""
-    if not (tensor.is_packed or tensor.dtype in FP8):
-        return stored(whole, tensor)
-    if not (name.startswith(BLOCKS) and name.endswith(".weight") and len(tensor.shape) == 2):
-        return unpacked(whole, tensor).to(dtype)
-    if tensor.is_packed:
-        return _packed(stored(whole, tensor), tensor)
-    values, scales = stored(whole, tensor), _row_scales(whole, tensor)
-    quantization = importlib.import_module("torchao.quantization")
-    return quantization.Float8Tensor(values, scales, block_size=[1, values.shape[1]], dtype=dtype)
-
-
-def _quantization_config(file: SingleFile, dtype: torch.dtype) -> Any:
-    """diffusers' config for the file's quantised weights."""
-    import diffusers
-
-    if file.quantization == "gguf":
-        return diffusers.GGUFQuantizationConfig(compute_dtype=dtype)
-    if file.quantization == "fp8":
-        return diffusers.TorchAoConfig(importlib.import_module("torchao.quantization").Float8WeightOnlyConfig())
-    return None
+def _stays_quantised(name: str, tensor: StoredTensor) -> bool:
+    """True for the matrices of the blocks, where they are quantised."""
+    is_matrix = name.startswith(BLOCKS) and name.endswith(".weight") and len(tensor.shape) == 2
+    return is_matrix and (tensor.is_packed or tensor.dtype in QUANTISED)
 
 
 # ---- stock -----------------------------------------------------------------------------------------------------------

@@ -99,8 +99,6 @@ class MixedSizes:
     """Takes the place of the stock blocks' class: same modules and parameters."""
     _processor_class: ClassVar[type[Any]]
     """Its attention processor."""
-    NOT_QUANTISED: ClassVar[list[str]]
-    """Modules that are never quantised: about a percent of the weights, through which every token passes."""
     UNREACHED: ClassVar[tuple[str, ...]]
     """Parameters of the last block that get no gradient."""
     recomputed_blocks: Collection[torch.nn.Module] = ()

@@ -14,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.models.devices import QuantizedLinear, WaitingBlocks, has_weight_only_rows, there_and_back
+from qwen_cache.models.devices import WaitingBlocks, there_and_back
+from qwen_cache.models.quantization import QuantizedLinear, is_quantized
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import TrainConfig
 
@@ -30,13 +31,12 @@ from qwen_cache.settings.sections import TrainConfig
 # block's forward by an exception. And it offloads all blocks, not a chosen number.
 
 OFF = "set train.offload_blocks=0"
-BITSANDBYTES = ("nf4", "bitsandbytes")
 
 
 def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings, or a config.json, that offloading cannot be combined with."""
     settings, layers, name = config.train, transformer["num_layers"], "train.offload_blocks"
-    quantised = str((transformer.get("quantization_config") or {}).get("quant_method", config.model.quantization))
+    quantised = (transformer.get("quantization_config") or {}).get("quant_method")
     if settings.offload_blocks > layers:
         raise ConfigError(
             f"{name} exceeds the number of blocks", expected=f"at most {layers}", found=settings.offload_blocks
@@ -45,7 +45,7 @@ def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
         "train.method=full": (settings.method == "full", "trained weights stay on the device"),
         "train.fsdp=true": (settings.fsdp, "FSDP2 moves the weights itself"),
         "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
-        f"{quantised} weights": (quantised in BITSANDBYTES, "bitsandbytes weights cannot be moved"),
+        f"{quantised} weights": (quantised == "bitsandbytes", "weights saved by bitsandbytes cannot be moved"),
         f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
             settings.gradient_checkpointing not in ("auto", 1),
             "a block whose activations are kept keeps its weights on the device too",
@@ -106,7 +106,7 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
 
 def check_shardable(transformer: Any, settings: TrainConfig, processes: int) -> None:
     """Raise ConfigError for FSDP2 with quantised weights."""
-    if settings.fsdp and processes > 1 and getattr(transformer, "hf_quantizer", None) is not None:
+    if settings.fsdp and processes > 1 and is_quantized(transformer):
         do = "set train.fsdp=false, or train unquantised weights"
         raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
 
@@ -137,8 +137,8 @@ def assign(target: Tensor, value: Tensor) -> None:
 #
 # Results are those of the layers they replace, within the rounding of the dtype.
 #
-# - `QuantizedLinear` (`qwen_cache/models/devices.py`) in place of torchao's layer, which keeps its unpacked
-#   weight.
+# - `QuantizedLinear` (`qwen_cache/models/quantization.py`) in place of torchao's layer in a folder that was saved so:
+#   that one keeps its unpacked weight.
 # - `UnpackedLinear`: the same for diffusers' linear layer of a GGUF file. Its weight becomes a plain tensor of bytes,
 #   which can be offloaded.
 # - `InputDtypeLayerNorm`: under CUDA's autocast a LayerNorm returns float32, and so would every later tensor of a
@@ -151,9 +151,18 @@ def replace_layers(transformer: nn.Module) -> None:
         if type(module) is nn.LayerNorm and not module.elementwise_affine:
             module.__class__ = InputDtypeLayerNorm
         elif type(module) is nn.Linear and has_weight_only_rows(module.weight):
-            module.__class__ = QuantizedLinear
+            weight: Any = module.weight
+            QuantizedLinear.make(module, weight.qdata, weight.scale)
         elif type(module).__name__ == "GGUFLinear":
             as_unpacked_linear(module)
+
+
+def has_weight_only_rows(weight: Any) -> bool:
+    """True if it is torchao's int8 or fp8 weight with a scale per row, used without quantising the activations."""
+    if not {"qdata", "scale", "block_size"} <= getattr(weight, "__dict__", {}).keys() or weight.requires_grad:
+        return False
+    of_activations = (getattr(weight, name, None) for name in ("act_quant_kwargs", "act_pre_scale"))
+    return list(weight.block_size) == [1, weight.shape[1]] and all(setting is None for setting in of_activations)
 
 
 class InputDtypeLayerNorm(nn.LayerNorm):

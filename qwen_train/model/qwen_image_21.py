@@ -358,7 +358,6 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
     _stock_class = QwenImage21Transformer2DModel
     _block_class = QwenImage21MultiResTransformerBlock
     _processor_class = QwenImage21MultiResAttnProcessor
-    NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "modulation", "norm_out", "proj_out"]
     UNREACHED: ClassVar = ()
 
     # diffusers reads the expected keys of config.json from this signature.

@@ -202,7 +202,6 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
     _stock_class = QwenImageTransformer2DModel
     _block_class = QwenImageMultiResTransformerBlock
     _processor_class = QwenMultiResAttnProcessor
-    NOT_QUANTISED: ClassVar = ["img_in", "txt_in", "time_text_embed", "norm_out", "proj_out"]
     # Nothing uses the text that the last block computes.
     UNREACHED: ClassVar = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
 

@@ -93,12 +93,6 @@ def test_names_by_which_others_find_the_blocks() -> None:
     assert names == model._no_split_modules * len(names) == model._repeated_blocks * len(names)
 
 
-def test_modules_that_stay_unquantised_are_all_but_the_blocks() -> None:
-    model = stock_model()
-    outside = {name.partition(".")[0] for name, _ in model.named_parameters()} - {"transformer_blocks"}
-    assert outside == set(QwenImage21MultiResTransformer2DModel.NOT_QUANTISED)
-
-
 def test_example_in_the_docstring() -> None:
     results = doctest.testmod(qwen_image_21)
     assert results.attempted > 0

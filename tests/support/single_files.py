@@ -12,10 +12,26 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 PREFIX = "model.diffusion_model."
-LAYOUTS = ("bf16", "prefixed", "fp8", "scale_weight", "comfy_quant", "metadata", "rows")
+LAYOUTS = ("bf16", "prefixed", "fp8", "scale_weight", "comfy_quant", "metadata", "rows", "int8", "convrot", "params")
 """bf16 without and with ComfyUI's prefix; fp8 without scales; fp8 with scales in the first layout, in the present one
-with its entries as tensors or as metadata, and with a scale for each row, also outside the blocks."""
+with its entries as tensors or as metadata, and with a scale for each row, also outside the blocks; int8 without
+rotation, rotated by 16 columns, and rotated with one scale for all rows and ComfyUI's prefix, entries nested."""
 FORMAT = {"format": "float8_e4m3fn"}
+INT8 = {
+    "int8": {"format": "int8_tensorwise"},
+    "convrot": {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": 16},
+    "params": {"format": "int8_tensorwise", "params": {"convrot": True, "convrot_groupsize": 4}},
+}
+
+
+def convrot(weight: Tensor, size: int) -> Tensor:
+    """Groups of `size` columns times ConvRot's matrix, written out by its definition."""
+    four = 1 - 2 * torch.eye(4, dtype=torch.float64).flip(0)
+    matrix = four
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, four)
+    rotated = (weight.double().unflatten(1, (-1, size)) @ (matrix / size**0.5)).flatten(1)
+    return rotated.float()
 
 
 def weights_of(model: Path) -> dict[str, Tensor]:
@@ -40,6 +56,18 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) ->
         outside = layout == "rows" and name == "proj_out.weight"
         if not scaled or not (outside or is_matrix(name, tensor)):
             continue
+        if layout in INT8:
+            entry = INT8[layout]
+            group = {**entry, **entry.get("params", {})}.get("convrot_groupsize", 0)
+            turned = convrot(tensor, group) if group else tensor
+            scale = (turned.abs().max() if layout == "params" else turned.abs().amax(1, keepdim=True)) / 127
+            stored[name] = (turned / scale).round().to(torch.int8)
+            numbers = stored[name].float() * scale
+            meant[name] = convrot(numbers, group) if group else numbers
+            layer = name.removesuffix(".weight")
+            stored[f"{layer}.weight_scale"] = scale
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(json.dumps(entry).encode()), dtype=torch.uint8)
+            continue
         scale = (tensor.abs().amax(1) if layout == "rows" else tensor.abs().max()) / 448
         column = scale[:, None] if layout == "rows" else scale
         stored[name] = (tensor / column).to(torch.float8_e4m3fn)
@@ -54,7 +82,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) ->
         stored["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     layers = {name.removesuffix(".weight"): FORMAT for name in weights if is_matrix(name, weights[name])}
     metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if layout == "metadata" else None
-    prefix = PREFIX if layout in ("prefixed", "scale_weight") else ""
+    prefix = PREFIX if layout in ("prefixed", "scale_weight", "params") else ""
     if prefix and layout == "prefixed":
         stored["vae.decoder.conv_in.weight"] = torch.zeros(1)  # of a whole checkpoint
     own = {name if name.startswith("vae.") else prefix + name: tensor for name, tensor in stored.items()}

@@ -6,7 +6,6 @@ needs no more memory than for training. Quantised layers are those that `qwen-tr
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from pathlib import Path
@@ -19,17 +18,18 @@ from bench_memory import transformer_config
 from tiny_model_parts import make_scheduler
 from torch import Tensor, nn
 
-from qwen_cache.extras import install_command
+from qwen_cache.errors import QwenCacheError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.quantization import check_quantization, quantize
 from qwen_cache.settings.load import Config
 from qwen_train.memory import SampleSize
 from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.loading import Table, TabulatedTransformer2DModel, columns, trained_class
 from qwen_train.model.placement import offload_blocks, offloaded_indices
-from qwen_train.weights import compute_dtype, prepare_for_training
+from qwen_train.weights import FEW_ROWS, compute_dtype, prepare_for_training
 
-from .measure import SIMULATED, Card, UnavailableError
+from .measure import Card, UnavailableError
 
 FAMILIES = {"20b": QWEN_IMAGE, "2.1": QWEN_IMAGE_21}
 REAL: dict[str, dict[str, Any]] = {
@@ -43,7 +43,6 @@ SMALL: dict[str, dict[str, Any]] = {
 TEXT = {"20b": 352, "2.1": 134}
 """Text tokens of an edit with one control: of Edit-2509 and of Qwen-Image-2.1, as on the how-to pages."""
 PIPELINE = "QwenImageEditPlusPipeline"
-TORCHAO = {"int8": "Int8WeightOnlyConfig", "fp8": "Float8WeightOnlyConfig"}
 BIAS_STD = 0.02
 
 
@@ -80,14 +79,19 @@ def random_weights(
     dtype = torch.float32 if train.method == "full" else compute_dtype(train)
     torch.manual_seed(0)
     count = len(model.transformer_blocks)
+    try:
+        check_quantization(quantization, "model.quantization", card.device)
+    except QwenCacheError as error:
+        raise UnavailableError(str(error)) from None
     moved = range(count) if on_host else offloaded_indices(count, train.offload_blocks)
     for i, block in enumerate(model.transformer_blocks):
         fill(block, card.device, dtype)
-        quantise(block, quantization, dtype, card.device)
+        if quantization != "none":
+            options = {"few_rows": FEW_ROWS, "backward_in_8_bits": train.quantized_backward}
+            quantize(block, quantization, card.device, **options)
         if i in moved:
             block.to("cpu")
     fill(model, torch.device("cpu") if on_host else card.device, dtype)
-    model.is_loaded_in_4bit = quantization == "nf4"  # peft asks for it
     return model
 
 
@@ -104,34 +108,6 @@ def random_values(like: Tensor, name: str, device: torch.device, dtype: torch.dt
     if like.ndim > 1:
         return values.normal_(std=1 / math.sqrt(like[0].numel()))
     return values.fill_(1) if name == "weight" else values.normal_(std=BIAS_STD)
-
-
-def quantise(block: nn.Module, kind: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Quantise the linear layers of a block in place, as diffusers does while it loads them."""
-    if kind == "none":
-        return
-    try:
-        package = importlib.import_module("bitsandbytes" if kind == "nf4" else "torchao.quantization")
-    except ImportError as error:
-        raise UnavailableError(f"{kind} weights: {error}; {install_command('quantization')}") from None
-    if kind == "nf4":
-        quantise_4bit(block, package, dtype, device)
-    else:
-        package.quantize_(block, getattr(package, TORCHAO[kind])())
-
-
-def quantise_4bit(block: nn.Module, bitsandbytes: Any, dtype: torch.dtype, device: torch.device) -> None:
-    for module in list(block.modules()):
-        for name, linear in list(module.named_children()):
-            if type(linear) is not nn.Linear:
-                continue
-            options = {"compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": False}
-            replaced = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, device="meta", **options)
-            packed = {name: options[name] for name in ("quant_type", "compress_statistics")}
-            data = linear.weight.data.to("cpu" if device.type == SIMULATED else device)  # the former has no kernels
-            weight = bitsandbytes.nn.Params4bit(data, module=replaced, **packed)
-            replaced.weight, replaced.bias = weight.to(device), linear.bias
-            setattr(module, name, replaced)
 
 
 # ---- ready to train --------------------------------------------------------------------------------------------------

@@ -57,12 +57,22 @@ def layouts(name: str, *samples: Images) -> list[Step]:
 
 
 FP8, NF4, INT8 = "model.quantization=fp8", "model.quantization=nf4", "model.quantization=int8"
+CONVROT, W8A8 = "model.quantization=int8_convrot", "model.quantization=fp8_w8a8"
+BACKWARD_IN_BF16 = "train.quantized_backward=false"
 COMPILED = "train.compile=true"
 TABULATED = "train.tabulated_modulation=true"
 STEPS: dict[str, list[Step]] = {
     "bf16": [Step("1024²"), Step("512²", samples=(HALF,))],
     "fp8": [Step("fp8", (FP8,)), Step("fp8, tabulated modulation", (FP8, TABULATED))],
     "int8": [Step("int8", (INT8,))],
+    "products": [
+        Step("int8_convrot", (CONVROT,)),
+        Step("int8_convrot, compiled", (CONVROT, COMPILED)),
+        Step("int8_convrot, compiled, backward in bf16", (CONVROT, COMPILED, BACKWARD_IN_BF16)),
+        Step("fp8_w8a8", (W8A8,)),
+        Step("fp8_w8a8, compiled", (W8A8, COMPILED)),
+        Step("fp8_w8a8, compiled, backward in bf16", (W8A8, COMPILED, BACKWARD_IN_BF16)),
+    ],
     "nf4": [Step("nf4", (NF4,)), Step("nf4, tabulated modulation", (NF4, TABULATED))],
     "offload": [
         Step("30 blocks offloaded", ("train.offload_blocks=30",)),
