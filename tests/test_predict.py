@@ -27,6 +27,7 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import PredictConfig
+from qwen_cache.sources.rows import MAX_TEXT
 from qwen_train.inference import generator
 from qwen_train.inference import pipeline as pipelines
 from qwen_train.inference.images import grid_cells, parse_axes
@@ -170,6 +171,8 @@ def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
             "--offload: not a valid value (expected none, model or sequential, found all)",
         ),
         (["--image", "{image}", "--merge"], "there is nothing to merge"),
+        (["--prompt", "caf\udce9"], r"--prompt: the prompt 'caf\udce9' is not UTF-8 text"),
+        (["--prompt", "x" * (MAX_TEXT + 1)], "--prompt: the prompt has 131073 bytes, expected at most 131072"),
         (["--image", "{image}", "--out", "{image}.gguf"], "expected .png, .jpg or .webp"),
     ],
 )

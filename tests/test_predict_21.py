@@ -21,6 +21,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from qwen_cache import open_cache
+from qwen_cache.encode.text import token_counter
+from qwen_cache.models.family import Family
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import generator
@@ -381,6 +383,23 @@ def test_an_image_that_cannot_be_encoded_is_reported_and_the_others_generated(pr
     assert result.code == 1, result.stderr
     assert "sliver: the image is too elongated" in " ".join(result.stderr.split())
     assert "1 new image" in result.stderr
+
+
+def test_a_text_longer_than_the_rope_table_is_refused(
+    predict: Predict, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the rows of text alone, as `build` counts them, and beside the sizes that the pipeline makes."""
+    transparent("china.jpg", (192, 64)).save(tmp_path / "a.png")
+    beside: list[list[tuple[int, int, int]]] = []
+    monkeypatch.setattr(Family, "longest_text", lambda _, sizes: beside.append([*sizes]) or 10)  # type: ignore[func-returns-value]
+    size = (*SIZE, "--height", "64", "--width", "96")
+    result = predict("--image", tmp_path / "a.png", "--prompt", "x", "--out", tmp_path / "out.png", size=size)
+    rows = token_counter(open_model(str(tiny_model("qwen-image-21")), COMPONENTS))("x", [(192, 64)])
+    assert result.code == 2
+    assert f"the text has {rows} tokens, the transformer takes 10 beside images of these sizes" in result.stderr
+    [[target, control]] = beside
+    assert target == (1, 4, 6)
+    assert control[1] < control[2]
 
 
 # ---- from a cache ----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -144,16 +145,18 @@ def test_the_encoder_goes_to_its_device_once_for_all_prompts(
 
 
 def test_a_row_that_cannot_be_encoded_is_left_out(predict: Predict, tmp_path: Path) -> None:
-    """An image that cannot be read, and a prompt with a token that stands for pixels."""
+    """An image that cannot be read, a prompt with a token that stands for pixels, and a text beyond the RoPE table."""
     source = write_pairs(tmp_path / "data")
+    (source / "target_images" / "china.txt").write_text("blue as the sea " * 450)
     (source / "target_images" / "flower.txt").write_text("a <|image_pad|> b")
     (source / "control_images" / "cup.png").write_bytes(b"no image")
     result = predict("--source", source, "--out", tmp_path / "generated", "--compare")
     assert result.code == 1
     assert "cup" in result.stderr
     assert "the prompt contains <|image_pad|>, which stands for an image's pixels" in result.stderr
-    assert "2 new images" in result.stderr
-    assert {path.name for path in (tmp_path / "generated").iterdir()} == {"china.png", "cat.png", "compare.png"}
+    assert re.search(r"china: the text has \d+ tokens, the transformer takes 40\d\d beside images", result.stderr)
+    assert "1 new image in" in result.stderr
+    assert {path.name for path in (tmp_path / "generated").iterdir()} == {"cat.png", "compare.png"}
 
 
 @pytest.fixture

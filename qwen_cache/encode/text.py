@@ -38,6 +38,7 @@ from qwen_cache.models.encoders import batch_windows, load_processor, load_text_
 from qwen_cache.models.family import VISION_END, Template, pixel_token, pixel_token_told
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.captions import token_positions
+from qwen_cache.sources.rows import MAX_TEXT, text_exceeded
 from qwen_cache.sources.sizes import Size
 
 KEPT_TOKENS = 8  # keys and values of this many times batch_tokens fit a pass: 1 GB of a 7B model for 2048
@@ -242,11 +243,12 @@ class TextEncoder:
     ) -> tuple[Float[torch.Tensor, "L D"], Bool[torch.Tensor, " L"]]:
         """The embeddings of `prompt` about `images` in one pass, and which rows are image tokens.
 
-        The modules and shapes are those of the pipelines; no row is left out. SourceError for a prompt that contains a
-        token of an image's pixels.
+        The modules and shapes are those of the pipelines; no row is left out. SourceError for a prompt that no cache
+        could hold, or that contains a token of an image's pixels.
         """
-        if token := pixel_token(prompt):
-            what, do = pixel_token_told(token)
+        token = pixel_token(prompt)
+        if told := text_exceeded("prompt", prompt, MAX_TEXT) or (pixel_token_told(token) if token else None):
+            what, do = told
             raise SourceError(what, do=do)
         if not images:
             embeds = self.embed(self.read([{}]), [(0, prompt, None)])[0].embeds

@@ -113,22 +113,27 @@ FieldProblems = dict[str, tuple[str, str]]
 """By field of a row, the problem and what to do."""
 
 
+def text_exceeded(role: str, text: str, most: int) -> tuple[str, str] | None:
+    """The problem of a text that no cache could hold, and what to do; None if there is none."""
+    try:
+        size = len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError:
+        do = "rename it" if role == "name" else "correct it"
+        return f"the {role} {text[:200]!r} is not UTF-8 text", do
+    if size > most:
+        return f"the {role} has {size} bytes, expected at most {most}", "shorten it"
+    if "\0" in text:
+        return f"the {role} has NUL characters", "save it as UTF-8 text; it may be UTF-16 without its mark"
+    return None
+
+
 def limits_exceeded(row: Row) -> FieldProblems:
     """The fields that no cache could hold, whether the row is from a folder, a table, a tar or a request."""
     found: FieldProblems = {}
-    for role, text, most in (("name", row.name, MAX_NAME), ("prompt", row.prompt, MAX_TEXT)):
-        try:
-            size = len(text) if text.isascii() else len(text.encode())
-        except UnicodeEncodeError:
-            found[role] = (
-                f"the {role} {text[:200]!r} is not UTF-8 text",
-                "rename it" if role == "name" else "correct it",
-            )
-            continue
-        if "\0" in text:
-            found[role] = f"the {role} has NUL characters", "save it as UTF-8 text; it may be UTF-16 without its mark"
-        if size > most:
-            found[role] = f"the {role} has {size} bytes, expected at most {most}", "shorten it"
+    if told := text_exceeded("name", row.name, MAX_NAME):
+        found["name"] = told
+    if told := text_exceeded("prompt", row.prompt, MAX_TEXT):
+        found["prompt"] = told
     if len(row.controls) > MAX_CONTROLS:
         what = f"the row has {len(row.controls)} controls, expected at most {MAX_CONTROLS}"
         found["control"] = what, "leave out the others"

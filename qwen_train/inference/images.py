@@ -30,6 +30,7 @@ from qwen_cache.sources.captions import PLACEHOLDER, Captions, parse
 from qwen_cache.sources.detect import Readable, read_source, reading
 from qwen_cache.sources.images import open_rgb, open_rgb_file, open_rgba, open_rgba_file, over_white
 from qwen_cache.sources.places import File
+from qwen_cache.sources.rows import MAX_TEXT, text_exceeded
 from qwen_cache.storage.files import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.remote import location
 from qwen_cache.terminal import console, counting
@@ -134,7 +135,11 @@ def source_jobs(
 
 def typed_prompts(prompts: Sequence[str], data: DataConfig) -> list[str]:
     """Prompts as `validation.prompts` are read: without marks where `data` has them, and with the trigger word for its
-    placeholder."""
+    placeholder; SourceError for one that no cache could hold."""
+    for prompt in prompts:
+        if told := text_exceeded("prompt", prompt, MAX_TEXT):
+            what, do = told
+            raise SourceError(what, where="--prompt", do=do)
     captions = Captions.of(data)
     if any(PLACEHOLDER in prompt for prompt in prompts):
         word = captions.trigger_word

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -30,9 +30,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from qwen_cache.encode.text import TextEncoder
 from qwen_cache.encode.vae import VaeThatFits, load_vaes
-from qwen_cache.errors import ConfigError, DeviceError, TrainError, first_line
+from qwen_cache.errors import ConfigError, DeviceError, SourceError, TrainError, first_line
 from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
-from qwen_cache.models.family import PipelineName
+from qwen_cache.models.family import Family, PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
 from qwen_cache.models.loading import from_config, load_whole
 from qwen_cache.models.quantization import Kind, check_quantization
@@ -524,6 +524,7 @@ def load_pipeline(
             tabulate(transformer, model.transformer_weights, NoiseSchedule.of_config(scheduler.config))
         if offload == "none":
             transformer.to(devices.transformer)
+        transformer.register_forward_pre_hook(partial(_check_text_length, model.family), with_kwargs=True)
         parts: dict[str, Any] = dict.fromkeys(part for part in model.facts.encoder_parts if part != "vae")
         if model.facts.tokenizer == "processor":
             parts |= {"processor": NoProcessor(), "sample_sigmas": model.sample_sigmas and list(model.sample_sigmas)}
@@ -533,6 +534,20 @@ def load_pipeline(
         load_loras(pipeline, loras, merge)
     _enable_offload(pipeline, offload)
     return pipeline
+
+
+def _check_text_length(family: Family, _: nn.Module, args: object, arguments: Mapping[str, Any]) -> None:
+    """SourceError if a pipeline calls its transformer with a text that is longer than the RoPE table beside the images.
+
+    A forward pre-hook, since the pipeline alone knows all sizes; torch's own error would end all other images too.
+    """
+    sizes, length = arguments["img_shapes"][0], arguments["encoder_hidden_states"].shape[1]
+    most = family.longest_text([sizes[-1], *sizes[:-1]] if family.target_last else sizes)
+    if length > most and "img_mask" in arguments:  # among its rows are those of images
+        length = int((~arguments["img_mask"][0]).sum())
+    if length > most:
+        what = f"the text has {length} tokens, the transformer takes {most} beside images of these sizes"
+        raise SourceError(what, do="shorten the prompt")
 
 
 def replace_loras(pipeline: Any, loras: Sequence[WeightedLora], offload: Offload) -> None:
