@@ -4,6 +4,7 @@ damaged, unknown or refused by the hub is said before or instead."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,11 @@ def test_what_cannot_be_published_is_refused_before_the_hub_is_asked(tmp_path: P
     refused(wrong, "not the name of a repository", "expected OWNER/NAME", "me/a/b")
     (folder / "validation/step-10/a.png").write_bytes(b"no image")
     refused(push(folder, "--base-model", BASE), "a.png: this image cannot be read", "--no-images")
+    (folder / "validation/step-10/a.png").unlink()
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(folder / "validation/step-10/z.png")
+        refused(push(folder, "--base-model", BASE), "z.png: this image cannot be read: [Errno 22] not a regular file")
+        (folder / "validation/step-10/z.png").unlink()
     data = bytearray((folder / "pytorch_lora_weights.safetensors").read_bytes())
     data[-1] ^= 1
     (folder / "pytorch_lora_weights.safetensors").write_bytes(data)

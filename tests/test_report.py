@@ -451,6 +451,14 @@ def test_images_that_are_damaged_are_named(damaged: bytes, tmp_path: Path) -> No
     assert captions(page) == ["after step 5 a.png cannot be read", "after step 5"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes")
+def test_no_pipe_in_a_run_is_waited_for(tmp_path: Path) -> None:
+    folder = validation(tmp_path, {"step-5/b.png": png()})
+    for name in ("validation/step-5/a.png", "validation/step-5/a.safetensors", "qwen.yaml", "run.json"):
+        os.mkfifo(folder / name)
+    assert captions(Page(write_report(folder))) == ["after step 5 a.png cannot be read", "after step 5"]
+
+
 def test_what_pillow_warns_of_is_no_matter(tmp_path: Path) -> None:
     """Warnings are errors here: an animation without images is an image all the same."""
     image = header(8) + chunk(b"acTL", bytes(8)) + png()[33:]

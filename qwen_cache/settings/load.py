@@ -215,7 +215,12 @@ def load_config(
 
 
 def load_saved(path: Path, assignments: Sequence[str] | None = (), given: Iterable[Given | None] = ()) -> Config:
-    """`load_config` for the qwen.yaml of a run or a cache, which an earlier version may have written."""
+    """`load_config` for the qwen.yaml of a run or a cache, which an earlier version may have written.
+
+    It may be from other people, so a pipe is not waited for.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError("not a regular file", where=path)
     return overridden(_with_new_names(_read(path)), str(path), assignments, given)
 
 

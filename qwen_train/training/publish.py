@@ -29,6 +29,7 @@ from qwen_cache.models.family import PIPELINES, Family, Pipeline, family_of
 from qwen_cache.models.folder import read_config
 from qwen_cache.settings.describe import describe
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
+from qwen_cache.storage.files import read_file
 from qwen_cache.storage.hub_repository import Published, Repository, check_repository_name
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import check_safetensors, find_fault, sealed
@@ -259,7 +260,7 @@ def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
     """An image with its pixels alone: no other content of the file is published."""
     data = BytesIO()
     try:
-        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=["PNG"]) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(BytesIO(read_file(path)), formats=["PNG"]) as image:
             image.load()
             Image.frombytes(image.mode, image.size, image.tobytes()).save(data, "PNG")
     except UNREADABLE as error:

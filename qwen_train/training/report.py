@@ -354,7 +354,7 @@ def _image(path: Path, caption: str) -> Thumbnail:
     """The thumbnail of a PNG in a folder of `VALIDATION`; one that cannot be read only changes the caption."""
     whole = relative_url("/".join((VALIDATION, *path.parts[-2:])))
     try:
-        content = BytesIO(path.read_bytes())
+        content = BytesIO(read_file(path))
         with warnings.catch_warnings(action="ignore"), Image.open(content, formats=["PNG"]) as image:
             image.verify()  # the checksums of its chunks, which decoding ignores
         with warnings.catch_warnings(action="ignore"), Image.open(content, formats=["PNG"]) as image:
