@@ -491,6 +491,7 @@ def test_the_prompt_of_a_tar_has_any_name(tmp_path: Path) -> None:
         ({}, ["x.jpg", "json"], "or output, found 'x.jpg', 'json')\n  → add it, or name the right part: --set"),
         ({}, ["jpg", "json"], "no part holds the control (expected path_control or"),
         ({}, ["jpg", "control.jpg"], "no part holds the prompt (expected KEY.txt or KEY.json, found jpg, control.jpg)"),
+        ({}, ["v1.jpg", "v1.txt"], "found v1.jpg, v1.txt)\n  → what follows the first dot of a name is its part"),
         (
             {"target": "outputs"},
             ["input.jpg", "output.jpg", "txt"],

@@ -839,6 +839,11 @@ def test_captions_of_another_ending_are_named(tmp_path: Path) -> None:
     problem = only(read_source(tmp_path, needs_control=False)[1])
     assert "found a.caption, b.caption" in problem.what
     assert problem.do == "rename them: a.txt"
+    fill(tmp_path, ["c.png"])
+    (tmp_path / "b.txt").write_text("red")
+    first, second = read_source(tmp_path, needs_control=False)[1]
+    assert (first.what, first.do) == ("the prompt a.txt is missing; a.caption is there", "rename it to a.txt")
+    assert second.what == "the prompt c.txt is missing"
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,8 @@ class Leads:
     """Images of these names in formats that are not read."""
     similar: Mapping[Place, Location]
     """Files with similar names that belong to no target."""
+    captions: Mapping[str, str] = field(default_factory=dict)
+    """Texts with an ending of another tool in the folder of prompts, by their names without it."""
 
     def of(self, missing: Place) -> tuple[str, str] | None:
         """An addition to the problem of a missing file, and advice."""
@@ -208,7 +210,9 @@ def _read_targets(
     gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
-    leads = Leads(unread, _similar(wanted - unread.keys(), strays))
+    named = (posixpath.splitext(each) for each in folder.below(prompt_folder))
+    captions = {stem: stem + ending for stem, ending in named if ending.lower() in OTHER_PROMPTS}
+    leads = Leads(unread, _similar(wanted - unread.keys(), strays), captions)
     if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
         gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {_MASK} or leads.of(gap)}
     hint = f", or {NO_CONTROL}" if needs.no_control == "stated" else ""
@@ -541,6 +545,8 @@ def _row(
     elif not prompts:
         do = "write it, or move an image that is not a target, such as a mask, elsewhere"
         more, do = leads.of((prompt_folder, name)) or ("", do)
+        if caption := leads.captions.get(name):
+            more, do = f"; {posixpath.basename(caption)} is there", f"rename it to {posixpath.basename(name)}.txt"
         field_problems["prompt"] = f"the prompt {_join(prompt_folder, name)}.txt is missing{more}", do
     controls = tuple(File(slots[slot][0]) for slot in numbers)
     mask = File(slots[_MASK][0]) if _MASK in slots else None

@@ -75,6 +75,7 @@ class Member:
         return read_range(self.tar, self.begin, self.begin + self.size)
 
 
+PART_BEGINS = "what follows the first dot of a name is its part"
 Values = dict[str, Any]
 """The members of a sample by column: images, and text as a member and its kind."""
 
@@ -158,7 +159,9 @@ def _read_samples(
     parts.check(first)
     given = dict.fromkeys("prompts" if name in ("prompt", "json") else name for name in names)
     if needs.prompt and "prompts" not in given:
-        do = f"add it, or name the right part: {setting('prompt', 'NAME')}"
+        has_dots = any(part.endswith((".txt", ".json")) for part in parts.seen)
+        do = f"{PART_BEGINS}: rename them" if has_dots else "add it"
+        do += f", or name the right part: {setting('prompt', 'NAME')}"
         seen = ", ".join(parts.seen)
         raise SourceError("no part holds the prompt", where=first, expected="KEY.txt or KEY.json", found=seen, do=do)
     columns = find_columns([*given], first, parts.needs(needs), "part", list(parts.seen))
@@ -177,7 +180,7 @@ def _read_samples(
 
 
 def _without_role(member: str) -> Notice:
-    do = "what follows the first dot of a name is its part: rename them, or name the part in data.columns"
+    do = f"{PART_BEGINS}: rename them, or name the part in data.columns"
     return Notice("members of the tars have no role", (member,), do)
 
 
