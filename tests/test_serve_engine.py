@@ -216,6 +216,28 @@ def test_a_commit_that_fails_is_tried_again(job_at: Jobs, monkeypatch: pytest.Mo
     assert run("qwen-cache", "verify", job.folder).code == 0
 
 
+def test_what_waits_while_commits_fail_is_bounded(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the reason is: a full queue's worth is taken, and the next sample refused with it."""
+    job = job_at("pool", "serve.commit_seconds=0.05", "serve.queue_samples=3")
+    is_well, commit = Event(), pool_module.commit_update
+
+    def failing(*arguments: Any) -> Any:
+        if not is_well.is_set():
+            raise OSError(errno.EIO, "Input/output error")
+        return commit(*arguments)
+
+    monkeypatch.setattr(pool_module, "commit_update", failing)
+    with started(job) as engine:
+        send(engine, 0)
+        wait_until(lambda: engine.fault)
+        keys = [send(engine, number) for number in (1, 2)]
+        with pytest.raises(ServerFaultError, match=r"cannot store samples: OSError: .*Input/output") as refused:
+            send(engine, 3)
+        assert refused.value.code == "storage_failed"
+        is_well.set()
+        assert {engine.reached(key, State.STORED).result(WAIT).state for key in keys} == {State.STORED}
+
+
 def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was accepted waits for room; meanwhile nothing new is accepted, and a client learns why."""
     job, room = job_at("pool", "serve.commit_seconds=0.05"), Event()

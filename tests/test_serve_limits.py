@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import socket
@@ -22,6 +23,7 @@ from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.sources.rows import MAX_CONTROLS, MAX_SPANS, MAX_TEXT
 
 from .support.fake_lanes import FakeLanes
+from .support.paths import ROOT
 from .support.server import Server
 from .support.server import serving as serving_files
 from .support.serving import png, running, service_job
@@ -262,3 +264,12 @@ def test_more_connections_than_descriptors_disturb_nobody() -> None:
         finally:
             server.terminate()
         assert server.stderr.read() == ""
+
+
+def test_every_server_has_this_protocol() -> None:
+    """`qwen-cache serve` and `qwen-cache ui`."""
+    programs = [path for name in ("qwen_cache", "qwen_train") for path in sorted((ROOT / name).rglob("*.py"))]
+    nodes = [node for path in programs for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    servers = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "uvicorn.Config"]
+    found = [{each.arg: ast.unparse(each.value) for each in server.keywords} for server in servers]
+    assert [each["http"].partition("(")[0] for each in found] == ["protocol", "protocol"]
