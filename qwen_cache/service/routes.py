@@ -241,6 +241,7 @@ class Fetch:
 MOST = 10_000  # keys in a request, or names in an answer
 MOST_PROMPTS = 1000  # in a request
 MOST_ROWS = 100  # in a request: their images are read before it is answered
+LAST_ROW = 1 << 40  # of the server's own source; no source has as many
 LONGEST_WAIT = 60.0  # seconds
 
 Key = Annotated[str, Field(pattern=f"^{HASH_PATTERN.pattern}$")]
@@ -382,7 +383,7 @@ def routes_of(engine: Engine) -> APIRouter:
         return Samples(samples=_states(await run_in_threadpool(engine.submit, samples, size)))
 
     @routes.get("/rows", summary="The names of rows of the server's own source")
-    def rows(begin: Annotated[int, Query(ge=0)] = 0) -> Rows:
+    def rows(begin: Annotated[int, Query(ge=0, le=LAST_ROW)] = 0) -> Rows:
         return Rows(names=list(islice(engine.rows, begin, begin + MOST)), total=len(engine.rows))
 
     @routes.post(
