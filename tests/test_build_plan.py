@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image, ImageCms
 
 from qwen_cache import open_cache
 from qwen_cache.encode import recipe as recipe_module
@@ -87,6 +88,25 @@ def test_a_text_longer_than_the_rope_table_is_refused_and_left_out_of_a_cache(
     prompt.write_text("make it blue " * 90)
     monkeypatch.setattr(text, "token_counter", None)
     assert plan(pairs, out, model)["problems"] == [], "a prompt of a thousand bytes is not tokenized"
+
+
+# ---- what is worth knowing -------------------------------------------------------------------------------------------
+
+
+def test_images_with_a_profile_that_is_not_srgb_are_counted(
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+) -> None:
+    """Each time, though images that have not changed are not decoded again."""
+    for name, space in (("target_images/cat", "XYZ"), ("control_images/cup", "LAB"), ("target_images/flower", "sRGB")):
+        profile = ImageCms.ImageCmsProfile(ImageCms.createProfile(space)).tobytes()  # type: ignore[arg-type]
+        with Image.open(pairs / f"{name}.png") as image:
+            image.save(pairs / f"{name}.png", icc_profile=profile)
+    for _ in range(2):
+        [notice] = plan(pairs, tmp_path / "shards", model)["notices"]
+        assert notice["what"] == "images have a colour profile that is not sRGB; it is ignored, as by the pipelines"
+        paths = (pairs / "target_images" / "cat.png", pairs / "control_images" / "cup.png")
+        assert (notice["count"], sorted(notice["names"])) == (2, sorted(map(str, paths)))
+        assert build(pairs, tmp_path / "shards", model).code == 0
 
 
 # ---- what needs no encoder -------------------------------------------------------------------------------------------
