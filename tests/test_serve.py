@@ -180,6 +180,10 @@ REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     ),
     "a large body of JSON": (413, lambda http: http.post("/v1/lengths", content=b" " * 2_100_000, headers=JSON)),
     "deep JSON": (400, lambda http: http.post("/v1/states", content=b"[" * 1_000_000, headers=JSON)),
+    "a key twice": (
+        422,
+        lambda http: http.post("/v1/states", content=b'{"keys": ["0"], "keys": []}', headers=JSON),
+    ),
     "many keys": (422, lambda http: http.post("/v1/states", json={"keys": ["0" * 32] * 10_001})),
     "a row beyond all": (422, lambda http: http.get("/v1/rows", params={"begin": 1 << 63})),
     "a long wait": (422, lambda http: http.post("/v1/states", json={"keys": [], "seconds": 1e9})),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
 from python_multipart.multipart import parse_options_header
 from starlette.concurrency import run_in_threadpool
@@ -35,7 +36,7 @@ from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.places import allowed_file, read_bytes
 from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, Row, limits_exceeded
 from qwen_cache.storage.remote import is_remote
-from qwen_cache.text import parse_json
+from qwen_cache.text import RepeatedKeyError, parse_json
 
 # ---- description -----------------------------------------------------------------------------------------------------
 # What a server says of itself: everything that a client needs to compute keys.
@@ -358,9 +359,31 @@ SAFETENSORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class JsonRequest(Request):
+    """A request whose JSON has each key once."""
+
+    async def json(self) -> Any:
+        try:
+            return parse_json(await self.body())
+        except RepeatedKeyError as error:
+            raise RefusedError(422, str(error), "keep one of them") from None
+
+
+class JsonRoute(APIRoute):
+    """A route that gets a `JsonRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(JsonRequest(request.scope, request.receive))
+
+        return handle
+
+
 def routes_of(engine: Engine) -> APIRouter:
     """The routes of this engine."""
-    routes = APIRouter(prefix="/v1")
+    routes = APIRouter(prefix="/v1", route_class=JsonRoute)
     planning = asyncio.Semaphore(os.cpu_count() or 1)  # decoding takes memory
     fetch = Fetch(engine.settings)
 
