@@ -532,7 +532,7 @@ FEWEST = -1
 SAVINGS: tuple[dict[str, Any], ...] = (
     {"train.gradient_checkpointing": True},
     {"train.gradient_checkpointing": True, "train.tabulated_modulation": True},
-    {"train.gradient_checkpointing": True, "model.quantization": "fp8"},
+    {"train.gradient_checkpointing": True, "model.quantization": "int8_convrot"},
     {"train.gradient_checkpointing": True, "train.offload_blocks": FEWEST},
     {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
 )

@@ -261,7 +261,7 @@ def test_blocks_that_wait_in_the_hosts_memory_in_two_processes(train: Trainer) -
 
 def test_a_quantised_base_in_two_processes(train: Trainer) -> None:
     """Frozen weights are not sent around: each process has read them."""
-    settings = {**STEPS, "model.quantization": "int8"}
+    settings = {**STEPS, "model.quantization": "int8_convrot"}
     one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
     out = by_two(train, settings=settings)
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)

@@ -284,7 +284,7 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     rows = re.findall(
         r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/train-on-24gb.md").read_text(), re.MULTILINE
     )
-    assert len(rows) == 9
+    assert len(rows) == 11
     for settings, stated in rows:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
         computed = predict_memory(model, load_config(None, assignments), edit, "accelerator").total

@@ -121,12 +121,14 @@ def test_training_fits_the_gpu(memory: float, settings: dict[str, Any], monkeypa
         config.train == load_config(None, train__batch_size=1, **{f"train__{k}": v for k, v in settings.items()}).train
     )
     assert f"# NVIDIA X has {memory / 1e9:.1f} GB; a sample of 1024² with one control needs" in text
+    assert ("int8_convrot" in text) == (memory == 24e9)
 
 
 def test_the_memory_that_is_needed_is_that_of_the_documentation() -> None:
     page = (ROOT / "docs" / "howto" / "train-on-24gb.md").read_text(encoding="utf-8")
-    for size, settings in init.FITTING:
-        words = " ".join(f"{key}={json.dumps(value)}" for key, value in settings.items())
+    in_8_bits = {"train.tabulated_modulation": True, "model.quantization": "int8_convrot"}
+    for size, settings in (*init.FITTING, (init.IN_8_BITS, in_8_bits)):
+        words = " ".join(f"{key}={json.dumps(value)}".replace('"', "") for key, value in settings.items())
         row = f"`{words}`" if words else "none"
         assert re.search(rf"^\| {re.escape(row)} \| {size / 1e9:.1f} GB \|$", page, re.MULTILINE), row
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
 
 from qwen_cache.models import quantization
 from qwen_cache.models.quantization import (
@@ -90,6 +92,9 @@ def test_convrots_matrix_is_its_own_inverse(size: int) -> None:
     assert torch.equal(matrix, matrix.T)
     assert torch.equal(matrix @ matrix, torch.eye(size, dtype=torch.float64))
     assert torch.equal(matrix.abs(), torch.full((size, size), size**-0.5, dtype=torch.float64))
+    with torch.inference_mode():
+        hadamard.cache_clear()
+        assert not hadamard(size, CPU, torch.float64).is_inference(), "kept for training, too"
     assert matrix.sum(1).unique().tolist() == [1.0], "every row has the same sum: constant inputs stay constant"
 
 
@@ -228,3 +233,44 @@ def test_rotated_is_an_orthogonal_map() -> None:
     x = torch.randn(3, 5, 512, dtype=torch.float64)
     torch.testing.assert_close(rotated(rotated(x, 64), 64), x)
     torch.testing.assert_close(rotated(x, 64).norm(), x.norm())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_quantising_and_scaling_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the products, each direction is one kernel that quantises and one that scales back, adding the bias."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(quantization, "has_products", lambda _: True)
+    found, _ = layers("int8_convrot", torch.bfloat16)
+    compiled = torch.compile(found, fullgraph=True, dynamic=True)
+    x, upstream = torch.randn(1, TOKENS, WIDTH).bfloat16(), torch.randn(1, TOKENS, OUT).bfloat16()
+    _, codes = run_and_get_code(results, compiled, x, upstream)
+    for code in codes:
+        kernels = re.findall(r"^\s+(cpp_fused\w+|extern_kernels\.\w+)\(", code, re.MULTILINE)
+        products = [name for name in kernels if name.startswith("extern")]
+        assert sorted(products) == ["extern_kernels._int_mm", "extern_kernels.mm"]
+        assert len(kernels) == 4
+    assert len(codes) == 2
+
+
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch has 8-bit products for CUDA only")
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(3072, 3072), (3072, 12288), (12288, 3072)])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_gpu_computes_what_the_cpu_does(kind: Kind, inputs: int, outputs: int, compiled: bool) -> None:
+    """At the sizes of the 20B model, with a number of tokens that is no multiple of 32."""
+    device = torch.device("cuda")
+    if kind == "fp8_w8a8" and torch.cuda.get_device_capability(device) < (8, 9):
+        pytest.skip("this GPU has no fp8 units")
+    torch.manual_seed(0)
+    found = nn.Sequential(nn.Linear(inputs, outputs)).bfloat16().requires_grad_(False)
+    quantize(found, kind, CPU)
+    of_cpu, found = found, copy.deepcopy(found).to(device)
+    x, upstream = torch.randn(1, 77, inputs).bfloat16(), torch.randn(1, 77, outputs).bfloat16()
+    layer = torch.compile(found, fullgraph=True, dynamic=True) if compiled else found
+    ours = results(layer, x.to(device), upstream.to(device))
+    for gpu, cpu in zip(ours, results(of_cpu, x, upstream), strict=True):
+        assert error(gpu.cpu(), cpu) < 2**-7  # the rotation is rounded to bfloat16 before it is quantised

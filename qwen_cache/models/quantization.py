@@ -152,14 +152,15 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
     Its entries are plus or minus a power of two, so exact in every dtype.
     """
-    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-    matrix = four
-    while len(matrix) < size:
-        matrix = torch.kron(matrix, four)
-    if len(matrix) != size:
-        raise ValueError(f"{size} is no power of 4")
-    result: Tensor = (matrix / size**0.5).to(device, dtype)
-    return result
+    with torch.inference_mode(False):  # it is kept, and training needs it too
+        four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+        matrix = four
+        while len(matrix) < size:
+            matrix = torch.kron(matrix, four)
+        if len(matrix) != size:
+            raise ValueError(f"{size} is no power of 4")
+        result: Tensor = (matrix / size**0.5).to(device, dtype)
+        return result
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

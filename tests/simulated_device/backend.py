@@ -51,7 +51,6 @@ def install(root: Path, folders: Sequence[str] = ("qwen_cache", "qwen_train")) -
     torch._register_device_module("simu", simu)  # type: ignore[no-untyped-call]
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     _make_accelerate_choose_it()
-    _let_bitsandbytes_load()
 
 
 def _make_accelerate_choose_it() -> None:
@@ -61,21 +60,6 @@ def _make_accelerate_choose_it() -> None:
     except ImportError:
         return
     PartialState.default_device = property(lambda self: torch.device("simu"))
-
-
-def _let_bitsandbytes_load() -> None:
-    """Quantise on the CPU, then move: torch exchanges the data of a tensor between real devices only.
-
-    diffusers asks for CUDA, XPU or MPS by name.
-    """
-    try:
-        from bitsandbytes.nn import Params4bit
-        from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
-    except ImportError:
-        return
-    quantise = Params4bit._quantize
-    Params4bit._quantize = lambda self, device: quantise(self, torch.device("cpu")).to(device)
-    BnB4BitDiffusersQuantizer.validate_environment = lambda self, *arguments, **options: None
 
 
 def _record(kind: str, what: str, place: str) -> None:
