@@ -1,4 +1,4 @@
-"""What a run takes from its device: the layout of its batches, and advice when memory runs out."""
+"""What a run takes from its device: layout, kernel of attention, and advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from qwen_cache.errors import DeviceError
 from qwen_cache.settings.load import load_config
+from qwen_cache.terminal import plural
 from qwen_train import train as training
 from qwen_train.memory import memory_for_training
+from qwen_train.model.kernels import SAMPLES_PER_LENGTH
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
 from qwen_train.weights import with_layout
@@ -57,3 +59,34 @@ def test_the_layout_follows_from_the_device(train: Trainer) -> None:
     assert with_layout(train.config(), torch.device("cuda"), out).train.layout == "padded", (
         "a run continues as it began"
     )
+
+
+def test_a_kernel_that_the_device_lacks_is_refused_before_loading(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "load_transformer", lambda *_: pytest.fail("loaded"))
+    result = train.try_(train__attention="cudnn", train__layout="packed")
+    parts = "train.attention=cudnn cannot run", "compute capability 8.0 or newer", "found no CUDA GPU"
+    refused(result, *parts, "set train.attention=auto")
+
+
+def test_the_kernel_is_chosen_at_every_start_and_said_once(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, which pretends to be an H100 until it computes. It is no part of a checkpoint."""
+    monkeypatch.setattr(prepare, "capability_of", lambda _: (9, 0))
+    monkeypatch.setattr(prepare, "checked", lambda choice, *_: choice)
+    settings = {"train__layout": "packed", "train__mixed_precision": "bf16", "train__caption_dropout": 0.0}
+    samples = train.batches().plan.tokens
+    lengths = len(set(samples.sum(0).tolist()))
+    steps, enough = 1, SAMPLES_PER_LENGTH * lengths
+    few = train.try_(train__max_steps=steps, **settings)
+    why = f"{plural(steps, 'sample')} of {plural(lengths, 'length')} are too few for cuDNN, which prepares each length"
+    assert few.stderr.count("attention ") == few.stderr.count(f"attention flash: {why}\n") == 1
+    monkeypatch.setattr(training, "take_steps", lambda p, *_: chosen.append(p.run.transformer.attention_kernel))
+    chosen: list[str] = []
+    many = train.try_("--resume", train__max_steps=enough, **settings)
+    assert f"attention cuDNN: {plural(enough, 'sample')} of {plural(lengths, 'length')}\n" in many.stderr
+    train.try_("--resume", train__max_steps=enough, train__attention="flash", **settings)
+    assert chosen == ["cudnn", "flash"]
+    assert load_config(train.folder / "out" / "qwen.yaml").train.attention == "flash"
+    padded = train.prepared(out="padded", train__layout="padded", train__mixed_precision="bf16")
+    assert padded.run.transformer.attention_kernel == "flash", "scaled_dot_product_attention chooses for itself"

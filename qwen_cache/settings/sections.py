@@ -386,6 +386,10 @@ class TrainConfig(BatchConfig):
     quantized_backward: bool = True
     """With model.quantization int8_convrot or fp8_w8a8: the backward pass multiplies in 8 bits, too. false: in
     bfloat16."""
+    attention: Literal["auto", "flash", "cudnn", "fa3"] = "auto"
+    """The kernel of attention on CUDA. flash: torch's flash attention. cudnn: cuDNN's, for long sequences. fa3:
+    FlashAttention-3, where its package is installed. auto: cudnn on compute capability 9 and 10 (H100, B200) if the
+    samples have few lengths, else flash."""
     fsdp: bool = False
     """Shard the weights over the processes (FSDP2) instead of replicating them (DDP)."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.models.devices import to_device
+from qwen_train.model.kernels import FLASH, Kernel
 from qwen_train.model.segments import Segment, Segments, flash_takes, in_segments
 
 # ---- packed ----------------------------------------------------------------------------------------------------------
@@ -42,7 +43,8 @@ class Packing:
     cu_seqlens: Int[Tensor, " bounds"]  # bounds of the samples in the joint row [text 0 | image 0 | text 1 | ...]
     joint_index: Int[Tensor, " N+M"]  # for each token of the joint row its position in [all text | all images]
     joint_places: Int[Tensor, " N+M"]  # the inverse: for each token of [all text | all images] its place in that row
-    segments: Segments  # of the joint row; like both indices for compiled blocks
+    segments: Segments  # of the joint row; like both indices for compiled blocks, and for another kernel than flash
+    kernel: Kernel = FLASH
 
     @classmethod
     def of(
@@ -52,6 +54,7 @@ class Packing:
         target_lengths: Sequence[int] | None,
         device: torch.device,
         rows: int | None = None,
+        kernel: Kernel = FLASH,
     ) -> Packing:
         """From masks on the CPU, for `rows` of the embedding, by default one for each of the B samples; with
         `target_lengths` (`zero_cond_t`), as many further rows modulate the tokens after the target."""
@@ -81,7 +84,8 @@ class Packing:
             cu_seqlens=to_device(torch.tensor(bounds, dtype=torch.int32), device),
             joint_index=to_device(places.argsort(), device),
             joint_places=to_device(places, device),
-            segments=Segments.of([segments], device),
+            segments=Segments.of([segments], device, kernel),
+            kernel=kernel,
         )
 
     @property
@@ -297,8 +301,10 @@ def packed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Text and image of each sample attend to each other and to nothing else."""
     query, key, value = (joint_row(*pair, packing) for pair in zip(text, image, strict=True))
-    kernel = varlen_kernel() if use_varlen and flash_takes(query, key, value) else None
-    if kernel is not None:
+    on_flash = use_varlen and flash_takes(query, key, value)
+    if on_flash and packing.kernel != FLASH:
+        samples = torch.split(in_segments(query, key, value, packing.segments), packing.joint_lengths, dim=1)
+    elif on_flash and (kernel := varlen_kernel()):
         longest, bounds = max(packing.joint_lengths), packing.cu_seqlens.to(query.device)
         row = kernel(query[0], key[0], value[0], bounds, bounds, longest, longest)[None]
         samples = torch.split(row, packing.joint_lengths, dim=1)

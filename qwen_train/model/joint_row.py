@@ -17,6 +17,7 @@ from qwen_cache.errors import TrainError
 from qwen_cache.format.sample import ImgShapes, token_count
 from qwen_cache.models.devices import to_device
 from qwen_train.model.attention import ModulationRows, Runs
+from qwen_train.model.kernels import FLASH, Kernel
 from qwen_train.model.segments import Segment, Segments, Span
 
 
@@ -182,8 +183,9 @@ class JointRow:
     block_mask: Any = None  # for the backend "flex"; and for the last block
     draws_block_mask: Any = None
     only_draws: bool = False
-    attention: Segments | None = None  # of the queries, for compiled blocks; and for the last block
+    attention: Segments | None = None  # of the queries, for compiled blocks and kernels but flash; for the last block
     draws_attention: Segments | None = None
+    kernel: Kernel = FLASH
 
     @classmethod
     def of(
@@ -196,6 +198,7 @@ class JointRow:
         device: torch.device,
         *,
         padded: bool,
+        kernel: Kernel = FLASH,
     ) -> JointRow:
         """From the prefix and the target's tokens of each sample, `draws` for all."""
         samples = [JointSample(prefix, target, draws) for prefix, target in zip(prefixes, targets, strict=True)]
@@ -217,7 +220,7 @@ class JointRow:
         text_from = to_device(text_valid.flatten().nonzero()[:, 0], device)
         indices = (text_from, at["text"], at["image_from"], at["image"], at["draws_from"], at["draws"])
         rows, of_draws = (ModulationRows.of(make(samples), device) for make in (modulation_runs, draw_runs))
-        row = cls(samples, *indices, rows, of_draws)
+        row = cls(samples, *indices, rows, of_draws, kernel=kernel)
         of_last = replace(row, only_draws=True)
         return replace(row, attention=row.as_tensors(), draws_attention=of_last.as_tensors())
 
@@ -274,7 +277,7 @@ class JointRow:
             ]
             for group in self.groups
         ]
-        return Segments.of(calls, self.text_to.device)
+        return Segments.of(calls, self.text_to.device, self.kernel)
 
     @cached_property
     def text_masks(self) -> dict[Span, Bool[Tensor, "1 1 n keys"]]:

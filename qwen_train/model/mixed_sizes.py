@@ -17,6 +17,7 @@ from torch import Tensor
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes
+from qwen_train.model.kernels import FLASH, Kernel
 
 Layout = Literal["padded", "packed"]
 
@@ -105,6 +106,8 @@ class MixedSizes:
     """The blocks that gradient checkpointing recomputes."""
     keeps_attention: bool = True
     """Compiled blocks that are recomputed keep the output of their attention."""
+    attention_kernel: Kernel = FLASH
+    """The kernel of rows in segments, on CUDA in half precision; a chosen attention backend comes before it."""
     is_compiled: bool = False
     """True after `compile_blocks`: batches are then read so that few graphs serve all."""
     _layout: Layout = "padded"

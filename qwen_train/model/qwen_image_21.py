@@ -69,6 +69,7 @@ from qwen_train.model.joint_row import (
     positions_per_sample,
     refuse_other_tokens,
 )
+from qwen_train.model.kernels import FLASH
 from qwen_train.model.mixed_sizes import MixedSizes, image_shapes_per_sample, refuse_other_batch_size, text_validity
 from qwen_train.model.segments import Segment, flash_takes, in_segments
 
@@ -256,8 +257,10 @@ class QwenImage21MultiResAttnProcessor(QwenImage21AttnProcessor):  # type: ignor
         if torch.compiler.is_compiling() and self._attention_backend is None and row.attention is not None:
             return in_segments(query, key, value, row.attention)
         chosen = active_backend(self) is not AttentionBackendName.NATIVE  # any other backend was chosen explicitly
-        kernel = None if chosen or not flash_takes(query, key, value) else varlen_kernel()
-        if kernel is not None:
+        on_flash = not chosen and flash_takes(query, key, value)
+        if on_flash and row.kernel != FLASH and row.attention is not None:
+            return in_segments(query, key, value, row.attention)
+        if on_flash and (kernel := varlen_kernel()):
             return varlen_attention(query, key, value, row, kernel)  # type: ignore[no-any-return]
         return segmented_attention(query, key, value, row, attend)  # type: ignore[no-any-return]
 
@@ -487,7 +490,8 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
         prefixes = [interleaved(*sample) for sample in zip(images, positions, texts, strict=True)]
         targets = [math.prod(sample[-1]) for sample in images]
         padded = self.layout == "padded"
-        row = JointRow.of(prefixes, targets, draws, text_valid, image_length, device, padded=padded)
+        kernel = self.attention_kernel
+        row = JointRow.of(prefixes, targets, draws, text_valid, image_length, device, padded=padded, kernel=kernel)
         backend = active_backend(self.transformer_blocks[0].attn.processor)
         refuse_backend_for_text(backend, row)
         if backend is AttentionBackendName.FLEX:

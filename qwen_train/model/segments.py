@@ -7,9 +7,7 @@ variable-length kernel reads. The operation has a backward of its own, and gradi
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qwen_cache.models.devices import to_device
-
-aten = torch.ops.aten
+from qwen_train.model import kernels
+from qwen_train.model.kernels import FLASH, KERNELS, Extent, Kernel
 
 # ---- the segments of a batch -----------------------------------------------------------------------------------------
 
@@ -43,6 +41,10 @@ class Segment:
         return self.span[1] - self.span[0]
 
     @property
+    def key_length(self) -> int:
+        return _length(self.keys)
+
+    @property
     def queries(self) -> slice:
         return slice(*self.span)
 
@@ -59,28 +61,56 @@ class Segments(NamedTuple):
     """The segments of a batch as tensors."""
 
     spans: Tensor
-    """`[n, 8]` on the CPU: the call, then begin and end of the queries, of the keys and of further keys; 1 for text."""
+    """`[n, 9]` on the CPU: the call, then begin and end of the queries, of the keys and of further keys; 1 for text;
+    the kernel's place in `KERNELS`."""
     bounds: Tensor
     """`[2, n + calls]`, int32 on the device: for each call the n + 1 bounds of its queries, and of its keys."""
 
     @classmethod
-    def of(cls, calls: Sequence[Sequence[Segment]], device: torch.device) -> Segments:
+    def of(cls, calls: Sequence[Sequence[Segment]], device: torch.device, kernel: Kernel = FLASH) -> Segments:
         """From the segments that each call of the variable-length kernel takes together: all of text, or none.
 
-        A single one gets an empty one beside it: for the compiler a dimension of 1 is another graph.
+        With the kernel "cudnn", each of those that suit it is a call of its own. A single one gets an empty one beside
+        it: for the compiler a dimension of 1 is another graph.
         """
         if sum(map(len, calls)) == 1:
             (((only,),),) = (calls,)
             end = only.span[1], only.span[1]
             calls = [[only, Segment(end, only.is_text, ((only.keys[-1][1],) * 2,))]]
+        by_kernel: list[tuple[Sequence[Segment], Kernel]] = []
+        for members in calls:
+            if kernel == "cudnn" and suits_cudnn(members):
+                by_kernel += [([segment], kernel) for segment in members]
+            else:
+                by_kernel.append((members, FLASH if kernel == "cudnn" else kernel))
         spans, bounds = [], []
-        for number, members in enumerate(calls):
+        for number, (members, chosen) in enumerate(by_kernel):
             for segment in members:
                 first, further = (*segment.keys, (0, 0))[:2]
-                spans.append([number, *segment.span, *first, *further, int(segment.is_text)])
-            lengths = [[segment.length for segment in members], [_length(segment.keys) for segment in members]]
+                spans.append([number, *segment.span, *first, *further, int(segment.is_text), KERNELS.index(chosen)])
+            lengths = [[segment.length for segment in members], [segment.key_length for segment in members]]
             bounds.append(F.pad(torch.tensor(lengths).cumsum(1), (1, 0)))
         return cls(torch.tensor(spans), to_device(torch.cat(bounds, dim=1).int(), device))
+
+
+LONG = 1024
+"""Tokens from which segments are worth a call each: chosen so that a call fills the GPU, not measured."""
+SHORTEST = 64
+"""Tokens below which a single segment is left to flash attention: there is nothing to gain, and cuDNN takes no single
+key."""
+
+
+def suits_cudnn(members: Sequence[Segment]) -> bool:
+    """True for segments that cuDNN computes one after the other: long ones, or a single one that is not of text.
+
+    Text has as many lengths as there are captions; and cuDNN's causal mask is aligned to the first key, so with fewer
+    queries than keys it would be wrong.
+    """
+    present = [segment for segment in members if segment.length]
+    shortest = min((segment.length for segment in present), default=0)
+    if any(segment.is_text and segment.length != segment.key_length for segment in present):
+        return False
+    return shortest >= LONG or (len(present) == 1 and not present[0].is_text and shortest >= SHORTEST)
 
 
 def _length(spans: Sequence[Span]) -> int:
@@ -98,15 +128,14 @@ def in_segments(query: Tensor, key: Tensor, value: Tensor, of: Segments) -> Tens
 
 
 # ---- the operation ---------------------------------------------------------------------------------------------------
-# On CUDA in half precision: torch's variable-length kernel, a call for each group of segments. On the CPU: the kernel
-# of scaled_dot_product_attention, a call for each segment. Autograd does not reach into an operation, so the backward
-# kernels are called by name.
+# On CUDA in half precision: torch's variable-length kernel, a call for each group of segments, or another kernel by the
+# choice of the run (`kernels.py`). On the CPU: the kernel of scaled_dot_product_attention, a call for each segment.
 
 
 @torch.library.custom_op("qwen_train::segments", mutates_args=())
 def segments(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, bounds: Tensor) -> tuple[Tensor, Tensor]:
     """The output `[Q, heads, dim]`, zero for queries in no segment, and the log-sum-exp `[heads, Q]`."""
-    calls = _calls(spans, bounds, together=query.is_cuda)
+    calls = _calls(spans, bounds, together=runs_flash(query.device))
     results = [_forward(query, key, value, call) for call in calls]
     if calls[0].is_whole(query, key):
         return results[0]
@@ -133,7 +162,7 @@ def segments_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value. Those of keys in several segments are added, the last segment first."""
     totals = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-    for call in reversed(_calls(spans, bounds, together=query.is_cuda)):
+    for call in reversed(_calls(spans, bounds, together=runs_flash(query.device))):
         gradients = _backward(gradient, query, key, value, output, lse, call)
         if call.is_whole(query, key):
             return gradients
@@ -188,6 +217,7 @@ class Call(NamedTuple):
     members: list[Segment]
     bounds: Tensor
     """`[2, n + 1]`: of their queries and of their keys, on the device."""
+    kernel: Kernel = FLASH
 
     @property
     def lengths(self) -> list[int]:
@@ -195,7 +225,7 @@ class Call(NamedTuple):
 
     @property
     def key_lengths(self) -> list[int]:
-        return [_length(segment.keys) for segment in self.members]
+        return [segment.key_length for segment in self.members]
 
     @property
     def is_text(self) -> bool:
@@ -218,6 +248,10 @@ class Call(NamedTuple):
     def longest(self) -> tuple[int, int]:
         return max(self.lengths), max(self.key_lengths)
 
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.bounds, self.longest, self.is_text)
+
 
 def _is_whole(spans: Sequence[Span], length: int) -> bool:
     bounds = [0, *(end for _, end in spans)]
@@ -227,17 +261,18 @@ def _is_whole(spans: Sequence[Span], length: int) -> bool:
 def _calls(spans: Tensor, bounds: Tensor, *, together: bool) -> list[Call]:
     """The calls: one for each group of segments, or one for each segment."""
     calls, begin = [], 0
-    for _, rows in itertools.groupby(spans.tolist(), key=lambda row: row[0]):
-        members = [_segment(row) for row in rows]
+    for _, group in itertools.groupby(spans.tolist(), key=lambda row: row[0]):
+        rows = list(group)
+        members, kernel = [_segment(row) for row in rows], KERNELS[rows[0][-1]]
         of_members = bounds[:, begin : (begin := begin + len(members) + 1)]
         alone = [Call([member], of_members) for member in members if member.length]
-        calls += [Call(members, of_members)] if together else alone
+        calls += [Call(members, of_members, kernel)] if together and alone else alone
     return calls
 
 
 def _segment(numbers: Sequence[int]) -> Segment:
     """The segment of a row of `Segments.spans`."""
-    _, *ends, is_text = numbers
+    _, *ends, is_text, _ = numbers
     span, first, further = ((ends[i], ends[i + 1]) for i in (0, 2, 4))
     return Segment(span, bool(is_text), (first, further) if further[1] > further[0] else (first,))
 
@@ -252,15 +287,9 @@ def _joined(x: Tensor, spans: Sequence[Span]) -> Tensor:
 def _forward(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The output `[n, heads, dim]` of a call, and the log-sum-exp `[heads, n]`."""
     query, key, value = _joined(query, call.queries), _joined(key, call.keys), _joined(value, call.keys)
-    if query.is_cuda:
-        output, lse, *_ = aten._flash_attention_forward(
-            query, key, value, *call.bounds, *call.longest, 0.0, call.is_text, False, **_window(call)
-        )
-        return output, lse
-    output, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        _by_head(query), _by_head(key), _by_head(value), **_mask(call, query)
-    )
-    return output[0].transpose(0, 1).contiguous(), lse[0].contiguous()
+    if runs_flash(query.device):
+        return kernels.forward(call.kernel, query, key, value, call.extent)
+    return kernels.forward_on_cpu(query, key, value, call.extent)
 
 
 def _backward(
@@ -269,47 +298,9 @@ def _backward(
     """The gradients of a call's queries, keys and values, each `[n, heads, dim]`."""
     gradient, query, output = (_joined(x, call.queries).contiguous() for x in (gradient, query, output))
     key, value, lse = _joined(key, call.keys), _joined(value, call.keys), _joined(lse.t(), call.queries).t()
-    if query.is_cuda:
-        random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, of which there is none
-        inputs = gradient, query, key, value, output, lse.contiguous()
-        of_query, of_key, of_value = aten._flash_attention_backward(
-            *inputs, *call.bounds, *call.longest, 0.0, call.is_text, random, random[:0], **_window(call)
-        )
-        return of_query, of_key, of_value
-    by_head = [_by_head(x) for x in (gradient, query, key, value, output)]
-    mask = _mask(call, query)
-    of_query, of_key, of_value = (
-        x[0].transpose(0, 1).contiguous()
-        for x in aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *by_head, lse[None], 0.0, mask.pop("is_causal"), **mask
-        )
-    )
-    return of_query, of_key, of_value
-
-
-def _window(call: Call) -> dict[str, int]:
-    """The keys that a query sees, for flash attention.
-
-    "Causal" is aligned to the bottom right, the last query with the last key, where queries are fewer than keys:
-    flash-attention does so since 2.1 (its README, "Change behavior of causal flag"), and torch relies on it for
-    `CausalVariant.LOWER_RIGHT` (torch/nn/attention/bias.py).
-    """
-    return {"window_size_left": -1, "window_size_right": 0 if call.is_text else -1}
-
-
-def _mask(call: Call, query: Tensor) -> dict[str, Any]:
-    """The same for the CPU's kernel, whose `is_causal` is aligned to the first key."""
-    queries, keys = call.longest
-    if not call.is_text or queries == keys:
-        return {"is_causal": call.is_text}
-    hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    mask = query.new_zeros(1, 1, queries, keys).masked_fill_(hidden, -math.inf)
-    return {"is_causal": False, "attn_mask": mask}
-
-
-def _by_head(x: Tensor) -> Tensor:
-    """`[1, heads, n, dim]`."""
-    return x.transpose(0, 1)[None]
+    if runs_flash(query.device):
+        return kernels.backward(call.kernel, (gradient, query, key, value, output, lse.contiguous()), call.extent)
+    return kernels.backward_on_cpu((gradient, query, key, value, output, lse), call.extent)
 
 
 def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -325,7 +316,6 @@ def flash_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     )
 
 
-@functools.cache
 def runs_flash(device: torch.device) -> bool:
     """True if torch brings flash attention for this device: CUDA on Ampere or newer."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    return (kernels.capability_of(device) or (0, 0)) >= (8, 0)

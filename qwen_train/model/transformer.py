@@ -325,7 +325,7 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
         else:
             targets = [math.prod(images[0]) for images in samples] if self.zero_cond_t else None
             rows = max(2, batch_size) if self.is_compiled else batch_size  # a dimension of 1 is another graph
-            packing = Packing.of(image_valid, text_valid, targets, device, rows)
+            packing = Packing.of(image_valid, text_valid, targets, device, rows, self.attention_kernel)
             batch = BatchLayout(size, None, None, rotary, packing=packing, embeddings=rows)
         image_rotary, text_rotary = batch.rows(*rotary)
         return replace(batch, rotary=(torch.view_as_real(image_rotary), torch.view_as_real(text_rotary)))

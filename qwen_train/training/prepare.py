@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -14,6 +15,7 @@ from accelerate.utils import set_seed
 from qwen_cache.batching import BEGIN, Begin, Summary
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.models.devices import choose_device, torch_dtype, total_memory
+from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.files import make_folder, write_durably
@@ -38,6 +40,7 @@ from qwen_train.memory import (
     spread,
 )
 from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_compile
+from qwen_train.model.kernels import Choice, capability_of, checked, choose_kernel, refuse_kernel
 from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
@@ -75,8 +78,9 @@ def print_plan(
     accelerator: Accelerator,
     step: int,
     images: ValidationImages | None,
+    attention: Choice | None,
 ) -> None:
-    """Print what will be trained, and which images show it."""
+    """Print what will be trained, by which kernel of attention, and which images show it."""
     t, cache, v, out = config.train, batches.cache, config.validation, console()
     pipelines = " and ".join(cache.pipelines)
     per_step = plan.samples_per_batch * t.gradient_accumulation_steps * accelerator.num_processes
@@ -87,6 +91,8 @@ def print_plan(
     method = adapter_title(t.lora) if t.method == "lora" else "every weight"
     trainable = sum(parameter.numel() for parameter in parameters)
     out.print(f"[bold]training[/] {method}, {trainable:,} trainable parameters, on {accelerator.device}")
+    if attention:
+        out.print(f"[bold]attention[/] {verbatim(attention)}", highlight=False)
     if t.assistant_lora is not None:
         use = "" if not images else ", images with it" if v.assistant_lora else ", images without it"
         out.print(f"[bold]assistant[/] {verbatim(t.assistant_lora)}: frozen, left out of the result{use}")
@@ -242,13 +248,18 @@ def prepare(start: Start) -> Prepared:
     config = with_layout(start.config, accelerator.device, before)
     with together():
         config, not_compiled = with_compile(config, accelerator.device, settings.max_steps, before)
+        by_segments = goes_by_segments(config, start.model)
+        refuse_kernel(config.train, accelerator.device, by_segments=by_segments)
     set_seed(settings.seed)
     follower = Follower.beginning(start, is_main=accelerator.is_main_process) if settings.follow else None
     samples, begin = (follower.samples, follower.taken[-1].begin) if follower else (None, Begin())
     with memory_for_training(accelerator.device):
         with together():
             batches, validation, images = make_batches(start, config, accelerator, samples, begin)
+            attention = choose_attention(config, batches, accelerator.device, start.model) if by_segments else None
             transformer = load_for_training(start, config, batches, accelerator)
+            if attention:
+                transformer.attention_kernel = attention.kernel
             decoder = load_decoder(start, config) if accelerator.is_main_process else None
         if settings.tabulated_modulation:
             held_out = validation.samples if validation else ()
@@ -282,7 +293,7 @@ def prepare(start: Start) -> Prepared:
         if accelerator.is_main_process:
             if not_compiled:
                 console().print(plain(f"blocks are not compiled: {not_compiled}"), markup=False)
-            announce(p, start, changed)
+            announce(p, start, changed, attention)
     return p
 
 
@@ -304,13 +315,13 @@ def make_batches(
     return batches, make_validation(config, batches), images
 
 
-def announce(p: Prepared, start: Start, changed: list[str]) -> None:
+def announce(p: Prepared, start: Start, changed: list[str], attention: Choice | None) -> None:
     """Write the settings and facts of the run, and print them."""
     plan = plan_summary(p)
     make_folder(p.out)
     write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
     write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan, p.parameters, p.accelerator))
-    print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images)
+    print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images, attention)
     samples = p.batches.cache
     with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())
     notices = (
@@ -328,6 +339,28 @@ def announce(p: Prepared, start: Start, changed: list[str]) -> None:
 
 def plan_summary(p: Prepared) -> Summary:
     return p.batches.plan.summary(p.batches.world_size, p.config.train.gradient_accumulation_steps)
+
+
+def goes_by_segments(config: Config, model: ModelFolder) -> bool:
+    """True if attention is computed segment by segment: for packed rows, and for all rows of a joint sequence."""
+    return config.train.layout == "packed" or family_of_transformer(model.transformer_config).joint_sequence
+
+
+def choose_attention(config: Config, batches: Batches, device: torch.device, model: ModelFolder) -> Choice | None:
+    """The kernel of attention, checked on the device; None where the device or the precision leaves no choice.
+
+    Every start of a run chooses again: another kernel changes the last bits alone.
+    """
+    capability, settings, of_model = capability_of(device), config.train, model.transformer_config
+    if capability is None or capability < (8, 0) or settings.mixed_precision != "bf16":
+        return None
+    tokens = batches.plan.tokens[:, batches.training]
+    lengths = len(np.unique(tokens.sum(0)))
+    if settings.caption_dropout:
+        lengths += len(np.unique(tokens[0]))  # with the empty prompt: as many, or fewer
+    per_step = settings.gradient_accumulation_steps * batches.plan.summary().samples_per_batch
+    choice = choose_kernel(settings.attention, capability, lengths, settings.max_steps * per_step)
+    return checked(choice, device, int(of_model["num_attention_heads"]), int(of_model["attention_head_dim"]))
 
 
 def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:
