@@ -39,13 +39,22 @@ NOT_THERE = {
     ("tests", "tests that are skipped without CUDA"): "no simulated device",
     **{
         ("step/compile", f"compiled{more}"): "no Triton"
-        for more in ("", ", 512²", ", every second block", ", no block", ", mixed sizes × 4", ", Qwen-Image-2.1")
+        for more in (
+            "",
+            ", flash attention",
+            ", 512²",
+            ", every second block",
+            ", no block",
+            ", mixed sizes × 4",
+            ", Qwen-Image-2.1",
+        )
     },
     **{
         ("block", f"block of {model}, compiled, forward{more}"): "no Triton"
         for model in ("Qwen-Image", "Qwen-Image-2.1")
         for more in ("", " and backward")
     },
+    **{("attention", kernel): "found no CUDA GPU" for kernel in ("cuDNN", "FlashAttention-3")},
 }
 """What cannot run on the simulated accelerator, and part of the reason that is reported."""
 
@@ -348,6 +357,35 @@ def test_failed_tests_are_counted_and_quoted(module: Callable[[str], Any], tmp_p
     report = {"card": "x", "small": False, "parts": {"tests": {**part, "seconds": 1.0, "rows": rows}}}
     assert "**Checks that were not passed:** 2 failed: tests/models." in page.markdown(report)
     assert tool.has_failures(report)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "default", "said"),
+    [
+        ({"flash": 0.010, "cudnn": 0.006}, "cudnn", "suggest `cudnn`, which is the default."),
+        ({"flash": 0.006, "cudnn": 0.010}, "cudnn", "suggest `flash`, where the default is `cudnn`."),
+    ],
+)
+def test_the_report_suggests_a_kernel(
+    seconds: dict[str, float], default: str, said: str, module: Callable[[str], Any]
+) -> None:
+    """By the sum over all shapes; a kernel that fails at one of them is out."""
+    rows = [
+        {"shape": shape, "kernel": kernel, "backward": backward, "seconds": each, "chosen": kernel == default}
+        for kernel, each in {**seconds, "fa3": 0.001}.items()
+        for shape in ("one", "two")[: 1 if kernel == "fa3" else 2]
+        for backward in (False, True)
+    ]
+    text = module("page").suggestion(rows)
+    both = ", ".join(f"{kernel} {2000 * each:.0f} ms" for kernel, each in seconds.items())
+    assert text == f"All shapes forward and backward: {both}. These figures {said}"
+
+
+def test_flops_of_attention_are_those_of_the_pairs(module: Callable[[str], Any]) -> None:
+    attention = module("attention")
+    _, calls = attention.shape("32 heads, edit of 2.1", SimpleNamespace(small=False))
+    pairs = 7 * 8 / 2 + 4096 * 4103 + sum(4103 + i for i in range(1, 128)) + 4096 * 8326
+    assert sum(attention.flop(segment) for members in calls for segment in members) == 4 * 128 * pairs
 
 
 @pytest.mark.slow

@@ -62,6 +62,7 @@ PARTS = (
     Part("equality", "Equality with stock diffusers, bf16", "equality", 5),
     Part("step/compile", "Training step, compiled", "steps", 8),
     Part("block", "One block", "block", 5),
+    Part("attention", "Attention", "attention", 5),
     Part("step/products", "Training step, 8-bit products", "steps", 9),
     Part("step/fp8", "Training step, fp8", "steps", 4),
     Part("step/offload", "Training step, offloaded blocks", "steps", 6),

@@ -29,6 +29,7 @@ from qwen_train.model.loading import Table, TabulatedTransformer2DModel, columns
 from qwen_train.model.placement import offload_blocks, offloaded_indices
 from qwen_train.weights import FEW_ROWS, compute_dtype, prepare_for_training
 
+from .attention import kernel_of
 from .measure import Card, UnavailableError
 
 FAMILIES = {"20b": QWEN_IMAGE, "2.1": QWEN_IMAGE_21}
@@ -116,6 +117,7 @@ def random_values(like: Tensor, name: str, device: torch.device, dtype: torch.dt
 def for_training(config: dict[str, Any], settings: Config, card: Card, sigma: Tensor) -> Any:
     """The transformer as `qwen-train run` trains it; a table of its modulation has the noise levels `sigma`."""
     model = prepare_for_training(random_weights(config, settings, card), settings.train)
+    model.attention_kernel = kernel_of(settings.train, config["num_attention_heads"], card)
     if settings.train.compile is True:  # not "auto": each step says what it measures
         compile_blocks(model)
     if settings.train.tabulated_modulation:

@@ -114,6 +114,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("predicted with context", number("predicted_reserved", " GB", 1e-9)),
     ],
     "block": [TIME, *RATE],
+    "attention": [TIME, *RATE, ("by `auto`", lambda row, peak: "**yes**" if row["chosen"] else NOTHING)],
     "published": [
         ("settings", settings),
         ("samples", number("samples")),
@@ -158,6 +159,10 @@ NOTES = {
     "block": (
         "The patch embedding of a vision tower on one image of a megapixel, as transformers' convolution and as our "
         "product; and a block on the packed row of an edit at 1024² with one control, without recomputation."
+    ),
+    "attention": (
+        "One operation of a block, on tokens of text and images together; 24 heads are those of Qwen-Image, 32 those "
+        "of Qwen-Image-2.1, each of 128 channels. Marked is what `train.attention: auto` takes for few lengths."
     ),
     "published": (
         "Training steps with the settings of other trainers' published figures: a LoRA of rank 16 in bf16. What those "
@@ -244,10 +249,30 @@ def section(module: str, parts: Mapping[str, Any], peak: float | None) -> list[s
         lines += ["| | |", "| --- | --- |", *(f"| {key} | {escaped(value)} |" for key, value in facts.items()), ""]
     if measured := [row for row in rows if "reason" not in row and "facts" not in row]:
         lines += table(measured, COLUMNS[module], peak)
+        lines += [suggestion(measured), ""] if module == "attention" else []
     missing = [row for row in rows if "reason" in row]
     lines += [f"- {row['case']}: {'failed, ' if row.get('raised') else ''}{escaped(row['reason'])}" for row in missing]
     lines += [""] if missing else []
     return [*lines, f"Measured by {', '.join(f'`{COMMAND} --only {name}`' for name in parts)}."]
+
+
+def suggestion(rows: Sequence[Row]) -> str:
+    """The kernel that was fastest over all shapes forward and backward, and whether `auto` takes it."""
+    both = [row for row in rows if row["backward"]]
+    seconds = {kernel: sum(row["seconds"] for row in both if row["kernel"] == kernel) for kernel in measured_by(both)}
+    if not seconds:
+        return "No kernel was measured at every shape."
+    fastest, default = min(seconds, key=seconds.__getitem__), next(row["kernel"] for row in both if row["chosen"])
+    times = ", ".join(f"{kernel} {digits(1000 * total)} ms" for kernel, total in seconds.items())
+    verdict = "which is the default" if fastest == default else f"where the default is `{default}`"
+    return f"All shapes forward and backward: {times}. These figures suggest `{fastest}`, {verdict}."
+
+
+def measured_by(rows: Sequence[Row]) -> list[str]:
+    """The kernels that have a row for every shape."""
+    shapes = {row["shape"] for row in rows}
+    kernels = dict.fromkeys(row["kernel"] for row in rows)
+    return [kernel for kernel in kernels if {row["shape"] for row in rows if row["kernel"] == kernel} == shapes]
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column], peak: float | None) -> list[str]:

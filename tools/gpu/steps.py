@@ -91,6 +91,7 @@ STEPS: dict[str, list[Step]] = {
     ],
     "compile": [
         Step("compiled", (COMPILED,)),
+        Step("compiled, flash attention", (COMPILED, "train.attention=flash")),
         Step("compiled, 512²", (COMPILED,), (HALF,)),
         Step("compiled, every second block", (COMPILED, "train.gradient_checkpointing=2")),
         Step("compiled, no block", (COMPILED, "train.gradient_checkpointing=false")),
