@@ -282,7 +282,10 @@ def capability_of(device: torch.device) -> tuple[int, int] | None:
 
 
 def checked(choice: Choice, device: torch.device, heads: int, dim: int) -> Choice:
-    """The choice, or flash attention if this kernel fails on the device or gives other values."""
+    """The choice, or flash attention if this kernel fails on the device or gives other values.
+
+    With TORCH_CUDNN_SDPA_AVOID_RECOMPILE=1 cuDNN's does: it expects a log-sum-exp of other strides (torch's MHA.cpp).
+    """
     if choice.kernel == FLASH:
         return choice
     try:
