@@ -40,7 +40,7 @@ EXTRAS = {
     "prodigy": "optimizer.name: prodigy",
     "gguf": "GGUF files as model.transformer",
     "optimizers": "optimizer.name: Lion, CAME, AdEMAMix and schedule-free optimizers, by import path",
-    "quantization": "model.quantization, cache.text_quantization, and optimizer.name: adamw8bit",
+    "quantization": "nf4 weights, folders saved quantised, train.stochastic_rounding, and optimizer.name: adamw8bit",
 }
 """The extras in pyproject.toml except `all` and those for this project's own demo, docs and tests."""
 PREFERRED = {"qwen-train": "train"}

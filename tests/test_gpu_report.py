@@ -381,6 +381,13 @@ def test_the_report_suggests_a_kernel(
     assert text == f"All shapes forward and backward: {both}. These figures {said}"
 
 
+def test_the_report_suggests_a_kind_of_products(module: Callable[[str], Any]) -> None:
+    rows = [{"case": "bf16, compiled", "seconds_whole": 1.29}, {"case": "fp8_w8a8, compiled", "seconds_whole": 0.98}]
+    said = module("page").suggested_kind([*rows, {"case": "int8_convrot", "reason": "no memory"}])
+    assert said.endswith("these figures suggest fp8_w8a8, compiled: 0.98 s.")
+    assert module("page").suggested_kind(rows[:1]) == "Products in 8 bits were not measured."
+
+
 def test_flops_of_attention_are_those_of_the_pairs(module: Callable[[str], Any]) -> None:
     attention = module("attention")
     _, calls = attention.shape("32 heads, edit of 2.1", SimpleNamespace(small=False))

@@ -70,6 +70,7 @@ def of_layer(kind: Kind, backward: bool, x: Tensor) -> str:
     """The errors of the output and of the gradient of the input."""
     torch.manual_seed(1)
     exact = nn.Sequential(nn.Linear(INPUTS, OUTPUTS, bias=False)).requires_grad_(False).bfloat16()
+    exact[0].weight.normal_(std=INPUTS**-0.5)
     found, upstream = copy.deepcopy(exact), torch.randn(TOKENS, OUTPUTS).bfloat16()
     if kind != "none":
         quantize(found, kind, CPU, backward_in_8_bits=backward)
@@ -149,7 +150,8 @@ def main() -> None:
         for kind in get_args(Kind):
             found = losses(given.losses, given.model, kind, given.steps)
             largest = max(abs(a - b) / b for a, b in zip(found, plain, strict=True))
-            print(f"| {title(kind, True)} | {mean(found[:20]):.4f} | {mean(found[-20:]):.4f} | {100 * largest:.1f} % |")
+            name = "not quantised" if kind == "none" else title(kind, True)
+            print(f"| {name} | {mean(found[:20]):.4f} | {mean(found[-20:]):.4f} | {100 * largest:.1f} % |")
         return
     quiet_libraries()
     torch.manual_seed(0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,7 @@ def section(module: str, parts: Mapping[str, Any], peak: float | None) -> list[s
     if measured := [row for row in rows if "reason" not in row and "facts" not in row]:
         lines += table(measured, COLUMNS[module], peak)
         lines += [suggestion(measured), ""] if module == "attention" else []
+        lines += [suggested_kind(parts["step/products"]["rows"]), ""] if "step/products" in parts else []
     missing = [row for row in rows if "reason" in row]
     lines += [f"- {row['case']}: {'failed, ' if row.get('raised') else ''}{escaped(row['reason'])}" for row in missing]
     lines += [""] if missing else []
@@ -266,6 +267,15 @@ def suggestion(rows: Sequence[Row]) -> str:
     times = ", ".join(f"{kernel} {digits(1000 * total)} ms" for kernel, total in seconds.items())
     verdict = "which is the default" if fastest == default else f"where the default is `{default}`"
     return f"All shapes forward and backward: {times}. These figures suggest `{fastest}`, {verdict}."
+
+
+def suggested_kind(rows: Iterable[Row]) -> str:
+    """The fastest step among those with and without products in 8 bits."""
+    seconds = {row["case"]: row["seconds_whole"] for row in rows if "seconds_whole" in row}
+    if len(seconds) < 2:
+        return "Products in 8 bits were not measured."
+    fastest = min(seconds, key=seconds.__getitem__)
+    return f"Of the products in 8 bits and bfloat16, these figures suggest {fastest}: {digits(seconds[fastest])} s."
 
 
 def measured_by(rows: Sequence[Row]) -> list[str]:

@@ -66,6 +66,7 @@ STEPS: dict[str, list[Step]] = {
     "fp8": [Step("fp8", (FP8,)), Step("fp8, tabulated modulation", (FP8, TABULATED))],
     "int8": [Step("int8", (INT8,))],
     "products": [
+        Step("bf16, compiled", (COMPILED,)),
         Step("int8_convrot", (CONVROT,)),
         Step("int8_convrot, compiled", (CONVROT, COMPILED)),
         Step("int8_convrot, compiled, backward in bf16", (CONVROT, COMPILED, BACKWARD_IN_BF16)),
