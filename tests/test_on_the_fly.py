@@ -83,7 +83,9 @@ def test_losses_and_lora_are_those_of_a_cache(limit: str, pairs: Path, tmp_path:
     assert cached.code == 0, cached.stderr
     if limit == "max_tokens":
         with running(service_job(model, "unused", "serve.store=false", "serve.memory=1"), load_lanes) as url:
-            wait_until(lambda: httpx2.get(f"{url}/readyz").is_success)  # loading takes random numbers, here the run's
+            wait_until(
+                lambda: httpx2.get(f"{url}/readyz", verify=False).is_success
+            )  # loading takes random numbers, here the run's
             result = train(tmp_path / "served", model, pairs, "--encode-at", url, **settings)
     else:
         result = train(tmp_path / "served", model, pairs, "--encode-on-the-fly", **settings)

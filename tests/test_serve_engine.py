@@ -249,7 +249,7 @@ def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.Monk
             raise OSError(errno.ENOSPC, "No space left on device", str(writer.path))
 
     monkeypatch.setattr(ShardWriter, "_write", full)
-    with running(job) as url, httpx2.Client(base_url=url, timeout=WAIT) as http:
+    with running(job) as url, httpx2.Client(verify=False, base_url=url, timeout=WAIT) as http:
 
         def post(number: int) -> httpx2.Response:
             return http.post("/v1/samples", data={"prompt": f"number {number}"}, files={"target": png(number)})

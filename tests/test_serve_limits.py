@@ -43,7 +43,7 @@ def job(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def url(job: BuildJob) -> Iterator[str]:
     with running(job) as address:
-        wait_until(lambda: httpx2.get(f"{address}/readyz").is_success)
+        wait_until(lambda: httpx2.get(f"{address}/readyz", verify=False).is_success)
         yield address
 
 
@@ -86,7 +86,7 @@ def test_an_answer_that_is_not_read_ends(url: str, job: BuildJob) -> None:
             file.truncate(SIZE)
         with connected(url) as connection:
             connection.sendall(f"GET /v1/cache/{FILE} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-            wait_until(lambda: 'route="/v1/cache/{name}"' in httpx2.get(f"{url}/metrics").text)
+            wait_until(lambda: 'route="/v1/cache/{name}"' in httpx2.get(f"{url}/metrics", verify=False).text)
             assert sum(map(len, iter(lambda: connection.recv(1 << 20), b""))) < SIZE
     finally:
         path.unlink()
@@ -94,7 +94,7 @@ def test_an_answer_that_is_not_read_ends(url: str, job: BuildJob) -> None:
 
 def test_what_a_client_makes_up_is_not_counted_by_its_name(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     """Neither a method nor a route, and a line of the log stays short."""
-    with httpx2.Client(base_url=url) as http:
+    with httpx2.Client(verify=False, base_url=url) as http:
         assert http.request("MADEUP", "/v1").status_code == 405
         assert http.get(f"/{'a' * 50_000}").status_code == 404
         metrics = http.get("/metrics").text
@@ -115,7 +115,11 @@ def test_too_much_at_a_time_is_refused_until_later(tiny_model: Callable[[str], P
 
     limits = ("serve.queue_samples=1", "serve.queue_bytes=1000000")
     job = service_job(tiny_model("edit-plus"), tmp_path / "pool", *limits)
-    with running(job, Waiting) as url, httpx2.Client(base_url=url, timeout=HANG) as http, ExitStack() as uploads:
+    with (
+        running(job, Waiting) as url,
+        httpx2.Client(verify=False, base_url=url, timeout=HANG) as http,
+        ExitStack() as uploads,
+    ):
         try:
             answers = [send(http, 0)]
             while answers[-1].status_code == 202:
@@ -143,16 +147,16 @@ def test_connections_are_counted(tiny_model: Callable[[str], Path], tmp_path: Pa
     with running(job) as url, ExitStack() as open_ones:
         idle = [open_ones.enter_context(connected(url)) for _ in range(4)]
         idle[0].sendall(b"GET / HTTP/1.1\r\nHost: local")  # half a head holds no place either
-        assert [httpx2.get(f"{url}/healthz", timeout=HANG).status_code for _ in range(2)] == [200, 200]
+        assert [httpx2.get(f"{url}/healthz", timeout=HANG, verify=False).status_code for _ in range(2)] == [200, 200]
         with suppress(ConnectionResetError):
             assert idle[0].recv(100) == b""
         uploads = [open_ones.enter_context(connected(url)) for _ in range(4)]
         for upload in uploads:
             upload.sendall(BODY + b"Content-Length: 100\r\n\r\n--x\r\n")
         full = (503, "1", "too many connections at a time")
-        wait_until(lambda: refusal(httpx2.get(f"{url}/readyz", timeout=HANG)) == full)
+        wait_until(lambda: refusal(httpx2.get(f"{url}/readyz", timeout=HANG, verify=False)) == full)
         uploads[0].close()
-        wait_until(lambda: httpx2.get(f"{url}/readyz", timeout=HANG).is_success)
+        wait_until(lambda: httpx2.get(f"{url}/readyz", timeout=HANG, verify=False).is_success)
 
 
 def test_no_request_holds_up_the_others(
@@ -172,7 +176,7 @@ def test_no_request_holds_up_the_others(
     spans = [[2 * i, 2 * i + 1] for i in range(MAX_SPANS)]
     images = [(role, ("x" * 4000, png(1))) for role in ("target", "control")]
     job = service_job(tiny_model("edit-plus"), tmp_path / "pool", "serve.body_seconds=600")
-    with running(job) as url, httpx2.Client(base_url=url, timeout=HANG) as http:
+    with running(job) as url, httpx2.Client(verify=False, base_url=url, timeout=HANG) as http:
         for fields in ({"prompt": "é" * (MAX_TEXT // 2)}, {"prompt": "x" * MAX_TEXT, "phrase": str(spans)}):
             answer = http.post("/v1/samples", data=fields, files=images)
             assert (answer.status_code, "beside images of these sizes" in answer.text) == (422, True)  # counted first
@@ -204,7 +208,7 @@ def test_only_allowed_addresses_are_read(
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         settings = (f'serve.allow_urls=["{files.url}/open"]', "serve.max_body=200000")
         job = service_job(tiny_model("edit-plus"), tmp_path / "pool", *settings)
-        with running(job) as url, httpx2.Client(base_url=url, timeout=HANG) as http:
+        with running(job) as url, httpx2.Client(verify=False, base_url=url, timeout=HANG) as http:
 
             def named(address: str) -> httpx2.Response:
                 form = [("prompt", (None, b"number 1")), ("target", (None, address.encode()))]
@@ -260,7 +264,7 @@ def test_more_connections_than_descriptors_disturb_nobody() -> None:
             with ExitStack() as strangers:
                 for _ in range(300):
                     strangers.enter_context(connected(url)).sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b")
-                assert {httpx2.get(url, timeout=HANG).text for _ in range(20)} == {"ok"}
+                assert {httpx2.get(url, timeout=HANG, verify=False).text for _ in range(20)} == {"ok"}
         finally:
             server.terminate()
         assert server.stderr.read() == ""

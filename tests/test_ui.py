@@ -364,9 +364,11 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         url = json.loads("".join(lines))["url"]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", url)
         address, _, token = url.partition("/#token=")
-        answer = httpx2.get(f"{address}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=HANG)
+        answer = httpx2.get(
+            f"{address}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=HANG, verify=False
+        )
         assert answer.json() == {"paused": False, "jobs": []}
-        assert httpx2.get(f"{address}/api/jobs", timeout=HANG).status_code == 401
+        assert httpx2.get(f"{address}/api/jobs", timeout=HANG, verify=False).status_code == 401
         second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser")
         assert second.code == 2
         assert "this folder is already open in another `qwen-cache ui`" in second.stderr
@@ -398,7 +400,7 @@ def test_many_large_images_take_the_memory_of_one(tmp_path: Path) -> None:
 
         def get(path: str, **query: Any) -> Any:
             headers, query = {"Authorization": f"Bearer {token}"}, {"source": "data"} | query
-            return httpx2.get(address + path, params=query, headers=headers, timeout=HANG)
+            return httpx2.get(address + path, params=query, headers=headers, timeout=HANG, verify=False)
 
         wait_until(lambda: not get("/api/data").json()["listing"])
         one = peak(0)
@@ -551,7 +553,7 @@ def test_other_pages_in_the_browser_reach_nothing(project: Path, own: TestClient
         distinct = {json.dumps(head | as_page | {"Connection": "close"}) for head in heads}
         addresses = [each for each in routes(own.app) if not is_open(*each)]
         addresses += [("GET", "/" + image.split("/", 3)[3]), ("GET", image.replace("row=0", "row=1"))]
-        with httpx2.Client(base_url=ui, timeout=HANG) as program:
+        with httpx2.Client(verify=False, base_url=ui, timeout=HANG) as program:
             for head in map(json.loads, sorted(distinct)):
                 for method, path in addresses:
                     assert program.request(method, path, headers=head).status_code == 401, path
