@@ -164,8 +164,9 @@ def predict_memory(
     check_adapter(settings, transformer)
     settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
     layers = int(transformer["num_layers"])
-    setting = settings.train.gradient_checkpointing
-    every = 1 if setting == "auto" else int(setting) or 1
+    if settings.train.gradient_checkpointing == "auto":
+        settings = _changed(settings, {"train.gradient_checkpointing": True})
+    every = int(settings.train.gradient_checkpointing) or 1
     few, more = layers % every + 3 * every, layers % every + 4 * every  # the first and the last block are different
     with torch.random.fork_rng(devices=[]):  # a LoRA samples its initial weights on meta too
         if more >= layers or _names_blocks(settings.train.lora):
@@ -202,7 +203,12 @@ def _of_layers(
     image: SampleSize | None,
 ) -> tuple[int, ...]:
     """The values of `Memory`, and what the optimizer's update and the image take: each is linear in the layers, their
-    maximum is not."""
+    maximum is not. They take a second, so they are remembered: a plan asks for the same more than once."""
+    image_settings = settings.validation.true_cfg_scale if image else None
+    asked = (settings.model.quantization, settings.train, settings.optimizer, image_settings)
+    key = repr((layers, transformer, *asked, batch, device, image))
+    if key in _predicted:
+        return _predicted[key]
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
     family = family_of_transformer(transformer)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -230,7 +236,11 @@ def _of_layers(
         average=gradients if settings.train.ema_decay else 0,
         activations=step if accumulated else step - gradients,
     )
-    return *astuple(memory), update, generating
+    _predicted[key] = *astuple(memory), update, generating
+    return _predicted[key]
+
+
+_predicted: dict[str, tuple[int, ...]] = {}
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -623,8 +633,10 @@ def savings(
             if changes.get("train.offload_blocks") == FEWEST:
                 changes = {**changes, "train.offload_blocks": fewest_blocks(transformer, settings, batch, capacity)}
             changed = _changed(settings, changes)
+            if changed == settings:
+                continue
             total = predict_memory(transformer, changed, batch, image=image).total
-            if changed == settings or total > capacity:
+            if total > capacity:
                 continue
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())
             fitting.append(f"{words} ({human_bytes(total)})".replace('"', ""))

@@ -6,7 +6,6 @@ import ast
 import json
 import pkgutil
 import re
-import subprocess
 import sys
 import tomllib
 from types import ModuleType
@@ -24,6 +23,7 @@ from tools import make_tree
 
 from .support.commands import HEAVY, command
 from .support.paths import ROOT
+from .support.processes import run
 
 LIGHT = ("qwen_cache", "qwen_cache.cli", "qwen_train", "qwen_train.cli", "qwen_cache.trainers", "qwen_cache.html.page")
 """`--help` takes less than half a second because these import nothing large."""
@@ -54,6 +54,8 @@ def test_imports_stay_light() -> None:
     code = (
         "import importlib, json, sys\n"
         "stages = json.loads(sys.argv[1])\n"
+        "for name in [name for name in sys.modules if name.startswith(('qwen_cache', 'qwen_train'))]:\n"
+        "    del sys.modules[name]\n"
         "for modules, forbidden in stages:\n"
         "    for module in modules:\n"
         "        importlib.import_module(module)\n"
@@ -64,10 +66,10 @@ def test_imports_stay_light() -> None:
     stages = [
         (LIGHT, (*HEAVY, "jinja2", "pyarrow", "numpy", "pydantic")),
         (TORCHLESS, HEAVY),
-        (["qwen_train.train"], encoders),
     ]
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(stages)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    for fresh, its in ((True, stages), (False, [(["qwen_train.train"], encoders)])):  # our modules alone, where forked
+        done = run([sys.executable, "-c", code, json.dumps(its)], capture_output=True, text=True, fresh=fresh)
+        assert done.returncode == 0, done.stderr
 
 
 def test_imports_go_one_way() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -252,6 +252,7 @@ class Writing:
         return {**self.update.existing.recipes, self.job.recipe_name: self.job.recipe}
 
 
+@cache
 def written_by() -> dict[str, str]:
     """The versions of what wrote a dataset here; packages of the encoders that are not installed are left out."""
     versions = {name: installed(name) for name in ("diffusers", "torch", "transformers")}

@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import h11
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
+from pydantic_core import PydanticSerializationError, to_json
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from qwen_cache.errors import ConfigError
@@ -115,6 +116,21 @@ def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = N
 def json_bytes(value: Any) -> bytes:
     """JSON in UTF-8; what is no letter there, such as a byte of a file's name, is escaped."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
+
+
+class Json(JSONResponse):
+    """JSON of any text, also a file's name that is no UTF-8; NaN and infinities are null."""
+
+    def render(self, content: Any) -> bytes:
+        try:
+            return to_json(content, inf_nan_mode="null")
+        except PydanticSerializationError:
+            return json_bytes(content)
+
+
+def router_of(prefix: str = "") -> APIRouter:
+    """A router, still without routes, whose handlers answer with `Json`."""
+    return APIRouter(prefix=prefix, default_response_class=Json)
 
 
 def answer(error: RefusedError) -> Response:

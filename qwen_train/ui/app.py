@@ -18,9 +18,8 @@ from typing import Any
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
-from pydantic_core import PydanticSerializationError, to_json
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from qwen_cache.errors import ConfigError, OutdatedError, QwenCacheError
@@ -33,9 +32,9 @@ from qwen_cache.service.http import (
     as_json,
     bearer,
     check_host,
-    json_bytes,
     limits,
     protocol,
+    router_of,
 )
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_train.ui.build import routes_of as build_routes
@@ -190,7 +189,7 @@ KINDS = {".css": "text/css", ".js": "text/javascript"}
 
 def pages_of(workspace: Workspace) -> APIRouter:
     """The routes of the pages and of their files, and of the folder's name."""
-    router = APIRouter()
+    router = router_of()
     for path, name in zip(PATHS, (next(iter(PAGES)), *PAGES), strict=True):
         router.add_api_route(path, page_of(name), response_class=HTMLResponse)
     router.add_api_route("/static/{name}", static_file, response_class=FileResponse)
@@ -226,27 +225,20 @@ def static_file(name: str) -> FileResponse:
 LOG = logging.getLogger("qwen_train.ui")
 
 
-class Json(JSONResponse):
-    """JSON of any text, also a file's name that is no UTF-8; NaN and infinities are null."""
-
-    def render(self, content: Any) -> bytes:
-        try:
-            return to_json(content, inf_nan_mode="null")
-        except PydanticSerializationError:
-            return json_bytes(content)
-
-
 def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, token_once: str = "") -> FastAPI:
     """The application for an opened folder, whose queue is entered elsewhere."""
-    app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=Json)
-    app.include_router(pages_of(workspace))
-    app.include_router(settings_routes(workspace))
-    app.include_router(job_routes(queue))
-    app.include_router(device_routes(checks))
-    app.include_router(data_routes(workspace, checks))
-    app.include_router(build_routes(workspace, queue, checks))
-    app.include_router(train_routes(workspace, queue, checks))
-    app.include_router(generate_routes(workspace, queue))
+    app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None)
+    for part in (
+        pages_of(workspace),
+        settings_routes(workspace),
+        job_routes(queue),
+        device_routes(checks),
+        data_routes(workspace, checks),
+        build_routes(workspace, queue, checks),
+        train_routes(workspace, queue, checks),
+        generate_routes(workspace, queue),
+    ):
+        app.router.routes += part.routes  # `include_router` makes each route again, half of the time of a start
     app.add_middleware(Access, token=token, token_once=token_once, pages=PATHS)
     add_refusals(app, "reload the page", "reload the page")
 

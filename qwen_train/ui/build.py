@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from qwen_cache.cli import COMMANDS
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.service.http import RefusedError
+from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import Config
 from qwen_cache.text import plain
@@ -245,7 +245,7 @@ class Named(BaseModel):
 
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
-    router = APIRouter()
+    router = router_of()
     page = BuildPage(workspace, queue, checks)
     for path, handler in (("/api/build", page.start_values), ("/api/build/measured/{id}", page.measured)):
         router.add_api_route(path, handler, methods=["GET"])

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.service.http import RefusedError, as_json
+from qwen_cache.service.http import RefusedError, as_json, router_of
 from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED, Entry
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
@@ -119,7 +119,7 @@ class Sources:
 
 def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
     """The routes of the Data page."""
-    router = APIRouter(prefix="/api/data")
+    router = router_of(prefix="/api/data")
     sources = Sources(workspace, checks)
     thumbnails = Thumbnails(workspace.state / "thumbnails")
     _add_reading(router, sources)

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.identity import content_hash
-from qwen_cache.service.http import RefusedError, as_json
+from qwen_cache.service.http import RefusedError, as_json, router_of
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.files import make_folder, write_durably
@@ -70,7 +70,7 @@ class Wish(BaseModel):
 
 
 def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
-    router = APIRouter()
+    router = router_of()
     results = Results(workspace, queue)
 
     @router.get("/api/generate/choices")

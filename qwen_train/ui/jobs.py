@@ -22,7 +22,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from qwen_cache.errors import JobError, OutdatedError
-from qwen_cache.service.http import RefusedError
+from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.storage.files import LockHeldError, locked, make_folder, remove_folder, whole_folder, write_durably
 from qwen_cache.text import without_controls
 from qwen_train.ui.job import (
@@ -463,7 +463,7 @@ class Stop(BaseModel, extra="forbid"):
 
 def job_routes(queue: Queue) -> APIRouter:
     """The routes for a queue that is entered elsewhere."""
-    router = APIRouter(prefix="/api")
+    router = router_of(prefix="/api")
 
     @router.get("/jobs")
     def jobs() -> dict[str, Any]:
@@ -602,7 +602,7 @@ def found(checked: Checked) -> Found:
 
 
 def device_routes(checks: Checks) -> APIRouter:
-    router, lock, kept = APIRouter(), Lock(), list[Found]()
+    router, lock, kept = router_of(), Lock(), list[Found]()
 
     def answer(*, again: bool) -> dict[str, Any]:
         with lock:

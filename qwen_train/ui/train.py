@@ -18,7 +18,7 @@ from starlette.responses import Response
 from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
 from qwen_cache.errors import ConfigError
 from qwen_cache.options import Command as Declared
-from qwen_cache.service.http import RefusedError
+from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved, parse_yaml
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_train.cli import COMMANDS
@@ -279,7 +279,7 @@ class MetricsFiles:
 
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
-    router = APIRouter()
+    router = router_of()
     _add_form(router, workspace, checks)
     _add_jobs(router, workspace, queue)
     _add_runs(router, workspace)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.service.http import RefusedError
+from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.describe import Setting, all_settings, other_names
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
@@ -143,7 +143,7 @@ class Changed(BaseModel):
 
 
 def routes_of(workspace: Workspace) -> APIRouter:
-    router = APIRouter()
+    router = router_of()
 
     @router.get("/api/settings")
     def settings(sections: str) -> list[dict[str, Any]]:
