@@ -92,7 +92,7 @@ def packages(monkeypatch: pytest.MonkeyPatch, present: dict[str, str], needs: It
 
 
 def test_it_reports_the_machine_and_leaves_no_files(tmp_path: Path) -> None:
-    result = command("qwen-cache", "doctor", "--json", cwd=tmp_path)
+    result = command("qwen-cache", "doctor", "--json", cwd=tmp_path, fresh=False)
     document = json.loads(result.stdout)
     assert (result.code, document["ok"], result.stderr) == (0, True, "")
     checks = {check["name"]: check for check in document["checks"]}

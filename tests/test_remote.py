@@ -728,7 +728,7 @@ def test_inspect_says_the_same_and_opens_no_shard(served: Server, local: Path) -
 
 def test_commands_of_a_user_on_s3(s3: tuple[str, int], local: Path) -> None:
     url = upload(local, "commands")
-    done = command("qwen-cache", "verify", url)
+    done = command("qwen-cache", "verify", url, fresh=False)
     assert (done.code, done.stdout) == (0, "")
     assert f"{url}: OK: all checksums match" in done.stderr
     assert "Traceback" not in done.stderr

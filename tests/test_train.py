@@ -677,7 +677,7 @@ def test_a_loss_that_is_no_number_names_the_samples(train: Trainer) -> None:
 
 @pytest.mark.parametrize("arguments", [["run", "--no-such-option"], ["no-such-command"]])
 def test_a_wrong_command_line_is_a_message_and_exit_code_2(arguments: list[str]) -> None:
-    result = command("qwen-train", *arguments)
+    result = command("qwen-train", *arguments, fresh=False)
     assert result.code == 2
     assert arguments[-1] in result.stderr
     assert "Traceback" not in result.stderr

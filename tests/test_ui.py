@@ -369,7 +369,7 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         )
         assert answer.json() == {"paused": False, "jobs": []}
         assert httpx2.get(f"{address}/api/jobs", timeout=HANG, verify=False).status_code == 401
-        second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser")
+        second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser", fresh=False)
         assert second.code == 2
         assert "this folder is already open in another `qwen-cache ui`" in second.stderr
         ui.send_signal(signal.SIGINT)
@@ -409,7 +409,7 @@ def test_many_large_images_take_the_memory_of_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    result = command("qwen-cache", "ui", tmp_path / "missing", "--no-browser")
+    result = command("qwen-cache", "ui", tmp_path / "missing", "--no-browser", fresh=False)
     assert result.code == 2
     assert "no such folder" in result.stderr
 
