@@ -34,6 +34,7 @@ from tests.support.transformer_judge import (
     LORA,
     MIN_MUTANT_ERROR,
     MIXED,
+    TEXTS,
     TINY,
     Run,
     assert_as_near,
@@ -49,6 +50,7 @@ from tests.support.transformer_judge import (
     run_in_float32,
     run_singly,
     stock_model,
+    stock_run,
 )
 from tests.support.transformer_mutants import (
     MASK_MUTANTS,
@@ -61,14 +63,16 @@ from tests.support.transformer_mutants import (
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
 @pytest.mark.parametrize("case", CASES)
 def test_batch_equals_stock_singles(layout: str, case: str, zero_cond_t: bool) -> None:
-    stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*CASES[case])
-    assert_equal(run_batched(multi_res_model(stock, layout), samples), run_singly(stock, samples))
+    model = multi_res_model(stock_model(zero_cond_t=zero_cond_t), layout)
+    found = run_batched(model, random_samples(*CASES[case]))
+    assert_equal(found, stock_run(CASES[case], zero_cond_t=zero_cond_t))
 
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
 def test_nan_in_the_padding_reaches_nothing(layout: str, zero_cond_t: bool) -> None:
-    stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*MIXED)
-    assert_equal(run_batched(multi_res_model(stock, layout), samples, fill=math.nan), run_singly(stock, samples))
+    model = multi_res_model(stock_model(zero_cond_t=zero_cond_t), layout)
+    found = run_batched(model, random_samples(*MIXED), fill=math.nan)
+    assert_equal(found, stock_run(MIXED, zero_cond_t=zero_cond_t))
 
 
 @pytest.mark.parametrize("attention_mask", ["none", "all true"])
@@ -80,9 +84,9 @@ def test_without_padding_attention_gets_no_mask(
     monkeypatch.setattr(
         attention, "dispatch_attention_fn", lambda *a, **k: seen.append(k.get("attn_mask")) or dispatch(*a, **k)
     )
-    stock, samples = stock_model(), random_samples(*CASES["nothing to pad"])
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*CASES["nothing to pad"])
     overridden = {"encoder_hidden_states_mask": None} if attention_mask == "none" else {}
-    assert_equal(run_batched(multi_res_model(stock, layout), samples, **overridden), run_singly(stock, samples))
+    assert_equal(run_batched(model, samples, **overridden), stock_run(CASES["nothing to pad"]))
     assert seen == [None] * TINY["num_layers"] * (len(samples) if layout == "packed" else 1)
 
 
@@ -90,8 +94,8 @@ def test_without_padding_attention_gets_no_mask(
     "shapes", [[(1, 6, 4), (1, 4, 6)], [[1, 6, 4], [1, 4, 6]]], ids=["tuples", "lists, as in JSON"]
 )
 def test_one_list_of_images_serves_the_whole_batch(layout: str, shapes: list[Any]) -> None:
-    stock, samples = stock_model(), random_samples(*CASES["text lengths differ, image sizes do not"])
-    assert_equal(run_batched(multi_res_model(stock, layout), samples, img_shapes=shapes), run_singly(stock, samples))
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*TEXTS)
+    assert_equal(run_batched(model, samples, img_shapes=shapes), stock_run(TEXTS))
 
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
@@ -128,10 +132,9 @@ def test_additional_t_cond_belongs_to_its_sample(layout: str) -> None:
 
 @pytest.mark.parametrize("zero_cond_t", [False, True], ids=["edit", "edit-2511"])
 def test_gradient_checkpointing_keeps_the_mask(layout: str, zero_cond_t: bool) -> None:
-    stock, samples = stock_model(zero_cond_t=zero_cond_t), random_samples(*MIXED)
-    model = multi_res_model(stock, layout).train()
+    model = multi_res_model(stock_model(zero_cond_t=zero_cond_t), layout).train()
     model.enable_gradient_checkpointing()
-    assert_equal(run_batched(model, samples), run_singly(stock, samples))
+    assert_equal(run_batched(model, random_samples(*MIXED)), stock_run(MIXED, zero_cond_t=zero_cond_t))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -238,9 +241,10 @@ ROW_MUTANTS = {
 }
 
 
-def assert_caught(specification: Any, layout: str, stock: QwenImageTransformer2DModel) -> None:
-    samples = random_samples(*specification)
-    found, expected = run_batched(multi_res_model(stock, layout), samples, fill=0.0), run_singly(stock, samples)
+def assert_caught(specification: Any, layout: str) -> None:
+    model = multi_res_model(stock_model(zero_cond_t=True), layout)
+    found = run_batched(model, random_samples(*specification), fill=0.0)
+    expected = stock_run(specification, zero_cond_t=True)
     assert output_error(found, expected) > MIN_MUTANT_ERROR
     assert gradient_error(found, expected) > MIN_MUTANT_ERROR
 
@@ -249,26 +253,26 @@ def assert_caught(specification: Any, layout: str, stock: QwenImageTransformer2D
 def test_judge_notices_wrong_positions(layout: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     specification, replacement = ROPE_MUTANTS[mutant]
     monkeypatch.setattr(transformer, "rotary_embeddings", replacement)
-    assert_caught(specification, layout, stock_model(zero_cond_t=True))
+    assert_caught(specification, layout)
 
 
 @pytest.mark.parametrize("mutant", MASK_MUTANTS)
 def test_judge_notices_wrong_masks(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     specification, name, replacement = MASK_MUTANTS[mutant]
     monkeypatch.setattr(transformer, name, replacement)
-    assert_caught(specification, "padded", stock_model(zero_cond_t=True))
+    assert_caught(specification, "padded")
 
 
 @pytest.mark.parametrize("mutant", PACKING_MUTANTS)
 def test_judge_notices_wrong_packing(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention.Packing, "of", PACKING_MUTANTS[mutant])
-    assert_caught(COUNTS, "packed", stock_model(zero_cond_t=True))
+    assert_caught(COUNTS, "packed")
 
 
 @pytest.mark.parametrize("mutant", ROW_MUTANTS)
 def test_judge_notices_mixed_up_rows(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*ROW_MUTANTS[mutant])
-    assert_caught(COUNTS, "packed", stock_model(zero_cond_t=True))
+    assert_caught(COUNTS, "packed")
 
 
 @pytest.mark.parametrize(
@@ -280,10 +284,9 @@ def test_judge_notices_mixed_up_rows(mutant: str, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_judge_notices_a_wrong_model(layout: str, mutant: Callable[[Any], None]) -> None:
-    stock, samples = stock_model(), random_samples(*MIXED)
-    model = multi_res_model(stock, layout)
+    model = multi_res_model(stock_model(), layout)
     mutant(model)
-    found, expected = run_batched(model, samples), run_singly(stock, samples)
+    found, expected = run_batched(model, random_samples(*MIXED)), stock_run(MIXED)
     assert output_error(found, expected) > MIN_MUTANT_ERROR
     assert gradient_error(found, expected) > MIN_MUTANT_ERROR
 
@@ -293,7 +296,7 @@ def test_judge_notices_padding_that_is_not_zeroed(monkeypatch: pytest.MonkeyPatc
     model, samples = multi_res_model(stock_model()), random_samples(*MIXED)
     with pytest.raises(AssertionError, match="padded outputs are not zero"):
         run_batched(model, samples)
-    expected = run_singly(stock_model(), samples)
+    expected = stock_run(MIXED)
     output = model(**batch_of(samples, fill=math.nan)).sample
     rows = [row[: len(sample.image)] for sample, row in zip(samples, output, strict=True)]
     assert output_error(Run(rows, {}), expected) == math.inf

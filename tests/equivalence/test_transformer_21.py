@@ -34,6 +34,7 @@ from tests.support.transformer_21_judge import (
     run_in_float32,
     run_singly,
     stock_model,
+    stock_run,
 )
 from tests.support.transformer_judge import (
     MIN_MUTANT_ERROR,
@@ -51,14 +52,14 @@ from tests.support.transformer_judge import (
 @pytest.mark.parametrize("draws", [1, slow(2), 4])
 @pytest.mark.parametrize("case", CASES_21)
 def test_batch_equals_stock_singles(layout: str, case: str, draws: int) -> None:
-    stock, samples = stock_model(), random_samples(*CASES_21[case], draws=draws)
-    assert_equal(run_batched(multi_res_model(stock, layout), samples), run_singly(stock, samples))
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*CASES_21[case], draws=draws)
+    assert_equal(run_batched(model, samples), stock_run(CASES_21[case], draws))
 
 
 @pytest.mark.parametrize("draws", [1, 3])
 def test_nan_in_the_padding_reaches_nothing(layout: str, draws: int) -> None:
-    stock, samples = stock_model(), random_samples(*MIXED_21, draws=draws)
-    assert_equal(run_batched(multi_res_model(stock, layout), samples, fill=math.nan), run_singly(stock, samples))
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*MIXED_21, draws=draws)
+    assert_equal(run_batched(model, samples, fill=math.nan), stock_run(MIXED_21, draws))
 
 
 def test_draws_equal_separate_passes(layout: str) -> None:
@@ -108,16 +109,15 @@ def test_a_sample_without_text(layout: str) -> None:
 
 
 def test_one_list_of_images_serves_the_whole_batch(layout: str) -> None:
-    stock, samples = stock_model(), random_samples(*TEXTS_21)
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*TEXTS_21)
     shared = {"img_shapes": [[1, 4, 6], [1, 6, 4]]}
-    assert_equal(run_batched(multi_res_model(stock, layout), samples, **shared), run_singly(stock, samples))
+    assert_equal(run_batched(model, samples, **shared), stock_run(TEXTS_21))
 
 
 def test_gradient_checkpointing(layout: str) -> None:
-    stock, samples = stock_model(), random_samples(*COUNTS_21, draws=2)
-    model = multi_res_model(stock, layout).train()
+    model = multi_res_model(stock_model(), layout).train()
     model.enable_gradient_checkpointing()
-    assert_equal(run_batched(model, samples), run_singly(stock, samples))
+    assert_equal(run_batched(model, random_samples(*COUNTS_21, draws=2)), stock_run(COUNTS_21, 2))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -268,9 +268,8 @@ MUTANTS: dict[str, tuple[Any, Any, str, Callable[..., Any]]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_judge_notices(layout: str, mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     specification, module, name, replacement = MUTANTS[mutant]
-    stock, samples = stock_model(), random_samples(*specification, draws=2)
-    expected = run_singly(stock, samples)
+    expected = stock_run(specification, 2)
     monkeypatch.setattr(module, name, replacement)
-    found = run_batched(multi_res_model(stock, layout), samples, fill=0.0)
+    found = run_batched(multi_res_model(stock_model(), layout), random_samples(*specification, draws=2), fill=0.0)
     assert output_error(found, expected) > MIN_MUTANT_ERROR
     assert gradient_error(found, expected) > MIN_MUTANT_ERROR

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -152,6 +153,17 @@ def run_singly(stock: Any, samples: list[Sample], **arguments: Any) -> Run:
                 totals[name] = totals.get(name, 0) + gradient
         outputs.append(torch.cat(rows))
     return Run(outputs, totals)
+
+
+STOCK_RUNS: dict[str, Run] = {}
+
+
+def stock_run(specification: Sequence[Specification], draws: int = 1) -> Run:
+    """`run_singly` of the stock model on these random samples, which is made once."""
+    key = repr((specification, draws))
+    if key not in STOCK_RUNS:
+        STOCK_RUNS[key] = run_singly(stock_model(), random_samples(*specification, draws=draws))
+    return STOCK_RUNS[key]
 
 
 def run_in_float32(stock: Any, samples: list[Sample]) -> Run:

@@ -7,6 +7,7 @@ large numbers or NaN, and its outputs are weighted in the loss too: they have to
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,6 +142,17 @@ def run_singly(stock: QwenImageTransformer2DModel, samples: list[Sample], **argu
         for name, gradient in trainable_gradients(stock).items():
             totals[name] = totals.get(name, 0) + gradient
     return Run(outputs, totals)
+
+
+STOCK_RUNS: dict[str, Run] = {}
+
+
+def stock_run(specification: Sequence[Any], **config: Any) -> Run:
+    """`run_singly` of the stock model with these settings on these random samples, which is made once."""
+    key = repr((specification, config))
+    if key not in STOCK_RUNS:
+        STOCK_RUNS[key] = run_singly(stock_model(**config), random_samples(*specification))
+    return STOCK_RUNS[key]
 
 
 def run_in_float32(stock: QwenImageTransformer2DModel, samples: list[Sample], **arguments: Any) -> Run:
