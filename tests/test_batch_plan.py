@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,14 @@ def epochs(plan: BatchPlan, count: int) -> list[list[list[int]]]:
             done += len(batches[-1])
         found.append(batches)
     return found
+
+
+def batches_of(plan: BatchPlan) -> Iterator[list[int]]:
+    """The positions in every batch, without end."""
+    done = 0
+    while True:
+        yield (batch := plan.batch(done))
+        done += len(batch)
 
 
 def samples_of(plan: BatchPlan, batches: list[list[int]]) -> list[int]:
@@ -280,8 +288,7 @@ def batches_of_ranks(
 @each_case
 def test_processes_share_every_step_and_another_number_of_them_continues(case: Case) -> None:
     """Through the ends of windows and epochs: whatever their number, the next batches are trained, each once."""
-    plan, chance = case.plan(), random.Random(str(case))
-    expected = itertools.chain(*(epoch for epoch in epochs(plan, 150)))
+    chance, expected = random.Random(str(case)), batches_of(case.plan())
     done = 0
     for _ in range(4):
         world_size, per_step, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 3)
@@ -334,17 +341,17 @@ def test_batches_of_one_size_have_a_loss_scale_of_exactly_one() -> None:
 )
 def test_processes_hardly_wait_for_one_another(world_size: int, balance_window: int, settings: dict[str, Any]) -> None:
     """Over three epochs, which end in the middle of runs and of steps."""
-    tokens = wide_mixture(2503)
+    tokens = wide_mixture(1009)
     found = {}
     for length in (1, balance_window):
         plan, done, spent, needed = BatchPlan(tokens, TrainConfig(**settings, balance_window=length)), 0, 0.0, 0.0
         ranks = [plan.rank_batches(0, rank, world_size, 1) for rank in range(world_size)]
-        while done < 3 * 2503:
+        while done < 3 * 1009:
             at_once = [next(rank) for rank in ranks]
             done = at_once[0].consumed_samples
             costs = batch_costs(plan, [rank.positions for rank in at_once])
             spent, needed = spent + world_size * costs.max(), needed + costs.sum()
-            if done <= 2503:
+            if done <= 1009:
                 first_epoch = 1 - needed / spent
         found[length] = 1 - needed / spent
         assert plan.summary(world_size).wait == pytest.approx(first_epoch, abs=0.01)

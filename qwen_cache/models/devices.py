@@ -472,17 +472,34 @@ def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the live bytes of tensors created on "meta" while entered, and their peak."""
+    """Counts the live bytes of tensors created on "meta" while entered, and their peak.
+
+    torch computes layouts on "meta" in Python, and the blocks of a model make the same calls: one that gave a new
+    tensor gives another of the same layout again.
+    """
 
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.peak = 0, 0
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.layouts: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
+        """Of the new tensor, by function and arguments."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        call = function, _without_data(args), _without_data(tuple(kwargs.items()))
+        if not types and call in self.layouts:
+            shape, strides, dtype = self.layouts[call]
+            result = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        else:
+            result = function(*args, **kwargs)
+            if not types and isinstance(result, Tensor) and result.is_meta and not result.storage_offset():
+                inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+                own = result.untyped_storage()._cdata
+                if all(tensor.is_meta and tensor.untyped_storage()._cdata != own for tensor in inputs):
+                    self.layouts[call] = result.shape, result.stride(), result.dtype
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+            if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._add(tensor.untyped_storage())
         return result
 
@@ -496,6 +513,13 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, storage: int) -> None:
         self.now -= self.sizes.pop(storage)
+
+
+def _without_data(value: Any) -> Any:
+    """An argument of a call, as far as the layout of the result depends on it."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_without_data, value)) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 class FlashAttention(TorchFunctionMode):
