@@ -152,7 +152,9 @@ def test_connections_are_counted(tiny_model: Callable[[str], Path], tmp_path: Pa
             assert idle[0].recv(100) == b""
         uploads = [open_ones.enter_context(connected(url)) for _ in range(4)]
         for upload in uploads:
-            upload.sendall(BODY + b"Content-Length: 100\r\n\r\n--x\r\n")
+            upload.sendall(BODY + b"Expect: 100-continue\r\nContent-Length: 100\r\n\r\n")
+            assert upload.recv(100).startswith(b"HTTP/1.1 100")  # its request has been read: it does not give way
+            upload.sendall(b"--x\r\n")
         full = (503, "1", "too many connections at a time")
         wait_until(lambda: refusal(httpx2.get(f"{url}/readyz", timeout=HANG, verify=False)) == full)
         uploads[0].close()
