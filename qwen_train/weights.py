@@ -77,8 +77,10 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
         check_settings(settings, saved)
         model_class = TabulatedTransformer2DModel
     check_quantization(kind, "model.quantization", device)
-    load = _load_folder if model.transformer is None else load_file
-    transformer = load(model_class, model, dtype, kind, device)
+    if model.transformer is None:
+        transformer = _load_folder(model_class, model, dtype, kind, device)
+    else:
+        transformer = load_file(model_class, model, dtype, kind, settings.quantized_backward)
     quantize_blocks(transformer, kind, device, settings.quantized_backward, offloaded=settings.offload_blocks > 0)
     if compute_dtype(settings) == torch.float32:
         full_float32()
@@ -106,7 +108,9 @@ def _load_folder(
     return transformer
 
 
-def load_file(model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: Kind, device: torch.device) -> Any:
+def load_file(
+    model_class: type[Any], model: ModelFolder, dtype: torch.dtype, kind: Kind, backward_in_8_bits: bool = True
+) -> Any:
     """The transformer of the model's single file; ConfigError if it is quantised already, and `kind` is not none."""
     file = model.transformer_file
     assert file is not None
@@ -117,7 +121,7 @@ def load_file(model_class: type[Any], model: ModelFolder, dtype: torch.dtype, ki
             found=f"{file.quantization} weights",
             do="set model.quantization=none: the file is loaded as it was saved",
         )
-    return load_single_file(model_class, model, dtype, few_rows=FEW_ROWS)
+    return load_single_file(model_class, model, dtype, few_rows=FEW_ROWS, backward_in_8_bits=backward_in_8_bits)
 
 
 def quantize_blocks(

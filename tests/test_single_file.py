@@ -36,8 +36,10 @@ from qwen_cache.models.single_file import (
     StoredTensor,
     open_single_file,
 )
+from qwen_cache.settings.load import load_config
 from qwen_train.model.loading import load_single_file, trained_class
 from qwen_train.model.placement import UnpackedLinear, replace_layers
+from qwen_train.weights import load_transformer
 
 from .support.commands import refused, run
 from .support.full_size import REAL
@@ -261,9 +263,9 @@ def test_other_quantisations_are_refused(tmp_path: Path, model: Path, config: di
             "of ComfyUI is not read (expected float8_e4m3fn or float8_e5m2 or int8_tensorwise, found nvfp4)",
         ),
         ({f"{layer}.comfy_quant": entry[:5]}, "ComfyUI's quantisation entries cannot be read"),
-        ({f"{layer}.weight_scale": torch.ones(64, 2)}, "F8_E4M3 (64, 64), a scale of (64, 2)"),
+        ({f"{layer}.weight_scale": torch.ones(64, 2)}, "F8_E4M3 (64, 64), a scale of F32 (64, 2)"),
         ({Q: stored[Q].bfloat16()}, "with one number for all or one for each row (found BF16"),
-        ({"a.weight_scale": torch.ones(1)}, "a.weight: this scale is not of an fp8 or int8 weight"),
+        ({"a.weight_scale": torch.ones(1)}, "a.weight: this scale is not of an fp8 or int8 matrix"),
         ({"img_in.bias": torch.zeros(64, dtype=torch.int8)}, "img_in.bias: an int8 weight without its scale"),
         ({"img_in.bias": torch.zeros(64, dtype=torch.int16)}, "img_in.bias: weights of this dtype are not read"),
     ):
@@ -286,7 +288,15 @@ def test_other_int8_files_are_refused(tmp_path: Path, model: Path, config: dict[
         ({f"{layer}.comfy_quant": comfy_entry(convrot=True, per_row=True)}, "found no format, as in files of older"),
         ({f"{layer}.comfy_quant": None}, f"{Q}: an int8 weight without ComfyUI's entry about its format"),
         ({f"{layer}.weight_scale": None}, f"{Q}: an int8 weight without its scale"),
-        ({f"{layer}.comfy_quant": comfy_entry(**int8, convrot_groupsize=32)}, "this rotation is not ConvRot's"),
+        ({f"{layer}.weight_scale": torch.ones(1).double()}, "found I8 (64, 64), a scale of F64 (1,)"),
+        ({f"{layer}.weight_scale": torch.ones(1).char()}, "found I8 (64, 64), a scale of I8 (1,)"),
+        ({Q: torch.ones(64).char()}, f"{Q}: this scale is not of an fp8 or int8 matrix"),
+        ({f"{layer}.comfy_quant": comfy_entry(format="float8_e4m3fn")}, "(expected float8_e4m3fn, found I8)"),
+        ({f"{layer}.comfy_quant": comfy_entry(format=["int8_tensorwise"])}, "this quantisation of ComfyUI is not read"),
+        *(
+            ({f"{layer}.comfy_quant": comfy_entry(**int8 | other)}, "this rotation is not ConvRot's (expected")
+            for other in ({"convrot": 1}, *({"convrot_groupsize": size} for size in (32, 0, None, "16", 16.0, True)))
+        ),
         ({f"{layer}.comfy_quant": comfy_entry(**int8)}, "rotated group (found (64, 64), rotated by 256"),
     ):
         changed = {name: changes.get(name, tensor) for name, tensor in stored.items()}
@@ -476,10 +486,26 @@ def test_settings_that_a_quantised_file_cannot_take_are_refused(train: Trainer) 
     assert run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged").code == 0
 
 
+def test_the_backward_pass_of_an_int8_file_is_by_the_setting(train: Trainer) -> None:
+    file = train.folder / "a.safetensors"
+    write(file, train.model, "convrot")
+    for backward in (True, False):
+        config = load_config(None, [f"train.quantized_backward={backward}".lower()])
+        model = open_model(str(train.model), ("transformer",), None, transformer=str(file))
+        modules = load_transformer(model, config).modules()
+        assert {it.backward_in_8_bits for it in modules if isinstance(it, QuantizedLinear)} == {backward}
+
+
 @pytest.mark.slow
 def test_a_lora_is_merged_into_the_unpacked_weights_of_int8(train: Trainer) -> None:
+    """Also where the output projection, whose dtype the others take, is quantised."""
     file = train.folder / "a.safetensors"
     meant = write(file, train.model, "convrot")
+    stored = load_file(file)
+    stored["proj_out.weight"] = torch.ones(stored["proj_out.weight"].shape).char()
+    stored |= {"proj_out.weight_scale": torch.tensor(0.5)}
+    stored |= {"proj_out.comfy_quant": comfy_entry(format="int8_tensorwise")}
+    save_file(stored, file)
     out = train(model__transformer=str(file))
     result = run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged")
     assert result.code == 0, result.stderr
@@ -489,6 +515,7 @@ def test_a_lora_is_merged_into_the_unpacked_weights_of_int8(train: Trainer) -> N
     up, down = (lora[f"transformer.{Q.replace('.weight', f'.lora_{side}.weight')}"] for side in "BA")
     assert torch.allclose(merged[Q].float(), meant[Q] + up @ down, rtol=2**-7, atol=2**-12)
     assert torch.allclose(merged["img_in.weight"].float(), meant["img_in.weight"])
+    assert (merged["proj_out.weight"] == 0.5).all()
 
 
 # ---- images ----------------------------------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ IGNORED = (".scale_input", ".input_scale", MARKER, "scaled_fp8", ZERO_COND_T)
 FP8 = ("F8_E4M3", "F8_E5M2")
 INT8 = "I8"
 QUANTISED = (*FP8, INT8)
-PARAMETERS = ("F32", "F16", "BF16", *QUANTISED)
+NUMBERS = ("F32", "F16", "BF16")
+PARAMETERS = (*NUMBERS, *QUANTISED)
 COMFY_FORMATS = {"float8_e4m3fn": FP8, "float8_e5m2": FP8, "int8_tensorwise": (INT8,)}
 """The formats of comfy/quant_ops.py with a scale per tensor or row, and the dtypes of such weights."""
 CONVROT_GROUPS = (4, 16, 64, 256)
@@ -350,10 +351,13 @@ def _parameters(path: Path, header: Header, formats: Mapping[str, Mapping[str, A
     for name, scale in scales.items():
         weight = tensors.get(name)
         rows = weight.shape[0] if weight and weight.shape else 0
-        if weight is None or weight.dtype not in QUANTISED or scale.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
-            of = "no such weight" if weight is None else f"{weight.dtype} {weight.shape}, a scale of {scale.shape}"
+        is_matrix = weight is not None and weight.dtype in QUANTISED and len(weight.shape) == 2
+        is_scale = scale.dtype in NUMBERS and scale.shape in ((), (1,), (1, 1), (rows,), (rows, 1))
+        if weight is None or not is_matrix or not is_scale:
+            of = "no such weight" if weight is None else f"{weight.dtype} {weight.shape}"
+            of += "" if weight is None else f", a scale of {scale.dtype} {scale.shape}"
             raise ModelError(
-                "this scale is not of an fp8 or int8 weight, with one number for all or one for each row",
+                "this scale is not of an fp8 or int8 matrix, with one number for all or one for each row",
                 where=f"{path}: {name}",
                 found=of,
                 do=OTHER_FILE,
@@ -361,14 +365,18 @@ def _parameters(path: Path, header: Header, formats: Mapping[str, Mapping[str, A
         tensors[name] = replace(weight, scale=scale)
     for layer, entry in formats.items():
         name = f"{layer.removeprefix(prefix)}.weight"
-        if name in tensors and tensors[name].dtype == INT8:
-            tensors[name] = replace(tensors[name], group=_group(f"{path}: {name}", tensors[name], entry))
+        weight = tensors.get(name)
+        if weight and weight.dtype in QUANTISED and weight.dtype not in COMFY_FORMATS[entry["format"]]:
+            what = "the weight's dtype is not that of ComfyUI's entry about it"
+            raise ModelError(what, where=f"{path}: {name}", expected=entry["format"], found=weight.dtype, do=DOWNLOAD)
+        if weight and weight.dtype == INT8:
+            tensors[name] = replace(weight, group=_group(f"{path}: {name}", weight, entry))
     named = {layer.removeprefix(prefix) for layer in formats}
     for name, tensor in tensors.items():
         if tensor.dtype == INT8 and (tensor.scale is None or name.removesuffix(".weight") not in named):
             lacking = "its scale" if tensor.scale is None else "ComfyUI's entry about its format"
             raise ModelError(f"an int8 weight without {lacking}", where=f"{path}: {name}", do=OTHER_FILE)
-    for name in [it for it in tensors if it.endswith(GATE_UP)]:
+    for name in [it for it, tensor in tensors.items() if it.endswith(GATE_UP) and len(tensor.shape) == 2]:
         joined = tensors.pop(name)
         for second, part in enumerate(GATE_AND_UP):
             tensors[name.replace(GATE_UP, part)] = joined.half(bool(second))
@@ -430,7 +438,7 @@ def _comfy_formats(path: Path, header: Header) -> dict[str, dict[str, Any]]:
     except (ValueError, LookupError, TypeError, AttributeError):
         raise ModelError("ComfyUI's quantisation entries cannot be read", where=path, do=DOWNLOAD) from None
     for name, entry in entries.items():
-        if (kind := entry.get("format")) not in COMFY_FORMATS:
+        if not isinstance(kind := entry.get("format"), str) or kind not in COMFY_FORMATS:
             raise ModelError(
                 "this quantisation of ComfyUI is not read",
                 where=f"{path}: {name}",
@@ -445,11 +453,14 @@ def _group(where: str, weight: StoredTensor, entry: Mapping[str, Any]) -> int:
     """The columns that were rotated together, by an entry of ComfyUI, whose values may stand in `params`."""
     params = entry.get("params")
     values = {**(params if isinstance(params, dict) else {}), **entry}
-    group = values.get("convrot_groupsize", 256) if values.get("convrot", False) is True else 0
-    if values.get("convrot", False) not in (True, False) or (group and group not in CONVROT_GROUPS):
+    if (rotates := values.get("convrot", False)) is False:
+        return 0
+    group = values.get("convrot_groupsize", 256)
+    if rotates is not True or type(group) is not int or group not in CONVROT_GROUPS:
         expected = f"a rotation of {', '.join(map(str, CONVROT_GROUPS))} columns"
-        raise ModelError("this rotation is not ConvRot's", where=where, expected=expected, found=group, do=OTHER_FILE)
-    if group and (len(weight.shape) != 2 or weight.shape[1] % group):
+        found = f"convrot {rotates!r}, convrot_groupsize {group!r}"
+        raise ModelError("this rotation is not ConvRot's", where=where, expected=expected, found=found, do=OTHER_FILE)
+    if len(weight.shape) != 2 or weight.shape[1] % group:
         found = f"{weight.shape}, rotated by {group}"
         raise ModelError("the columns are no multiple of the rotated group", where=where, found=found, do=DOWNLOAD)
-    return int(group)
+    return group

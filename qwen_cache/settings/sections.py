@@ -384,8 +384,8 @@ class TrainConfig(BatchConfig):
     """torch.compile of the blocks: minutes at the start, then faster steps. auto: on CUDA with Triton, if at least 200
     steps are left."""
     quantized_backward: bool = True
-    """With model.quantization int8_convrot or fp8_w8a8: the backward pass multiplies in 8 bits, too. false: in
-    bfloat16."""
+    """With model.quantization int8_convrot or fp8_w8a8, or a single file in int8: the backward pass multiplies in 8
+    bits, too. false: in bfloat16."""
     attention: Literal["auto", "flash", "cudnn", "fa3"] = "auto"
     """The kernel of attention on CUDA. flash: torch's flash attention. cudnn: cuDNN's, for long sequences. fa3:
     FlashAttention-3, where its package is installed. auto: cudnn on compute capability 9 and 10 (H100, B200) if the

@@ -518,7 +518,7 @@ def load_pipeline(
             options = folder_options(folder, quantization, place)
             transformer = load_whole(kind, folder, torch_dtype=dtype, **options)
         else:
-            transformer = load_file(kind, model, dtype, quantization, place).requires_grad_(False)
+            transformer = load_file(kind, model, dtype, quantization).requires_grad_(False)
         quantize_blocks(transformer, quantization, place, offloaded=offload != "none")
         if tabulated:
             tabulate(transformer, model.transformer_weights, NoiseSchedule.of_config(scheduler.config))

@@ -31,6 +31,7 @@ from torch import nn
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
+from qwen_cache.models.single_file import QUANTISED
 from qwen_cache.settings.load import CONFIG_NAME, load_saved
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import make_folder, whole_folder, write_durably
@@ -249,7 +250,9 @@ def load_stored(base: ModelFolder) -> Any:
     folder = base.component("transformer")
     kind = stock_class(folder)
     if (file := base.transformer_file) is not None:
-        return load_single_file(kind, base, DTYPES[file.tensors["proj_out.weight"].dtype], unpack=True)
+        of_output = file.tensors["proj_out.weight"].dtype
+        dtype = torch.bfloat16 if of_output in QUANTISED else DTYPES[of_output]
+        return load_single_file(kind, base, dtype, unpack=True)
     check_component(folder)
     with explained("the transformer", folder, do=None):
         return kind.from_pretrained(folder, torch_dtype=stored_dtype(folder), use_safetensors=True)

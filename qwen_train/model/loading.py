@@ -369,7 +369,13 @@ DTYPES = {
 
 
 def load_single_file(
-    kind: type[Any], model: ModelFolder, dtype: torch.dtype, *, few_rows: Collection[str] = (), unpack: bool = False
+    kind: type[Any],
+    model: ModelFolder,
+    dtype: torch.dtype,
+    *,
+    few_rows: Collection[str] = (),
+    backward_in_8_bits: bool = True,
+    unpack: bool = False,
 ) -> Any:
     """The transformer of class `kind` from the model's single file, on the CPU; ModelError if it does not fit.
 
@@ -401,8 +407,10 @@ def load_single_file(
             for name in quantised:
                 layer, tensor = transformer.get_submodule(name.removesuffix(".weight")), file.tensors[name]
                 products = tensor.dtype == INT8 and not set(name.split(".")) & set(few_rows)
-                scales = _row_scales(whole, tensor)
-                QuantizedLinear.make(layer, stored(whole, tensor), scales, group=tensor.group, products=products)
+                options = {"products": products, "backward": backward_in_8_bits}
+                QuantizedLinear.make(
+                    layer, stored(whole, tensor), _row_scales(whole, tensor), group=tensor.group, **options
+                )
     except torch.OutOfMemoryError:
         raise  # the file is not the reason
     except (OSError, ValueError, RuntimeError) as error:
