@@ -279,14 +279,16 @@ def frozen_bytes(model: nn.Module, transformer: Mapping[str, Any]) -> tuple[int,
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     total, unpacked = float(sum(map(_bytes, frozen))), 0
     of_file = transformer.get("quantization_config") or {}
-    if "bytes_per_weight" not in of_file or any(isinstance(module, QuantizedLinear) for module in model.modules()):
+    if "bytes_per_weight" not in of_file:
         return int(total), 0
     blocks: Any = model.transformer_blocks
     for module in blocks.modules():
         if isinstance(module, nn.Linear) and module.weight in frozen:
+            scale = module.scale if isinstance(module, QuantizedLinear) else None
             total += of_file["bytes_per_weight"] * module.weight.numel() - _bytes(module.weight)
+            total -= 0 if scale is None else _bytes(scale)
             unpacked = max(unpacked, of_file["unpacked_tensors"] * _bytes(module.weight))
-    return int(total), unpacked
+    return int(total), 0 if of_file["quant_method"] == "int8_convrot" else unpacked
 
 
 def block_bytes(transformer: dict[str, Any], settings: Config) -> int:

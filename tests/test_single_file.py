@@ -37,6 +37,7 @@ from qwen_cache.models.single_file import (
     open_single_file,
 )
 from qwen_cache.settings.load import load_config
+from qwen_train.memory import frozen_bytes, on_meta
 from qwen_train.model.loading import load_single_file, trained_class
 from qwen_train.model.placement import UnpackedLinear, replace_layers
 from qwen_train.weights import load_transformer
@@ -364,9 +365,6 @@ def test_a_missing_package_is_named_before_torch_is_loaded(
 
 
 def test_the_memory_plan_counts_what_the_file_stores() -> None:
-    from qwen_cache.settings.load import load_config
-    from qwen_train.memory import frozen_bytes, on_meta
-
     settings = load_config(None, [])
     blocks = on_meta({**REAL, "num_layers": 1}, settings).requires_grad_(False)
     matrices = [tuple(it.shape) for name, it in blocks.named_parameters() if name.startswith("transformer_blocks")]
@@ -382,6 +380,29 @@ def test_the_memory_plan_counts_what_the_file_stores() -> None:
         assert file.bytes_per_weight == pytest.approx(size)
         found = frozen_bytes(blocks, file.config(REAL))[0]
         assert found == pytest.approx(frozen_bytes(blocks, REAL)[0] - (2 - size) * weights, abs=1)
+
+
+@pytest.mark.parametrize("kept", ["transformer_blocks.1.", ".to_q."])
+def test_the_memory_plan_counts_int8_files_that_are_quantised_in_part(
+    tmp_path: Path, model: Path, config: dict[str, Any], kept: str
+) -> None:
+    """Of two blocks one is not quantised, or a layer of both."""
+    path = tmp_path / "a.safetensors"
+    write(path, model, "convrot")
+    stored, plain = load_file(path), load_file(next((model / "transformer").glob("*.safetensors")))
+    for name in [name for name in stored if kept in name and stored[name].dtype == torch.int8]:
+        layer = name.removesuffix(".weight")
+        del stored[f"{layer}.weight_scale"], stored[f"{layer}.comfy_quant"]
+        stored[name] = plain[name].bfloat16()
+    save_file(stored, path)
+    opened = open_model(str(model), ("transformer",), transformer=str(path))
+    settings = load_config(None, ["train.mixed_precision=bf16"])
+    loaded = load_transformer(opened, settings).requires_grad_(False)
+    planned = on_meta(opened.transformer_config, settings).requires_grad_(False)
+    assert frozen_bytes(planned, opened.transformer_config) == (
+        pytest.approx(sum(it.numel() * it.element_size() for it in loaded.parameters()), abs=1),
+        0,
+    )
 
 
 def test_unpacking_takes_no_more_than_is_planned() -> None:

@@ -279,14 +279,14 @@ class SingleFile:
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The model's config.json with the quantisation of this file in place of the folder's own."""
         own = {name: value for name, value in config.items() if name != "quantization_config"}
-        matrices = {
-            name.removeprefix(BLOCKS).partition(".")[2].removesuffix(".weight"): tensor.dtype in QUANTISED
-            for name, tensor in self.tensors.items()
-            if name.startswith(BLOCKS) and len(tensor.shape) == 2
-        }
+        matrices: dict[str, list[bool]] = {}
+        for name, tensor in self.tensors.items():
+            if name.startswith(BLOCKS) and len(tensor.shape) == 2:
+                layer = name.removeprefix(BLOCKS).partition(".")[2].removesuffix(".weight")
+                matrices.setdefault(layer, []).append(tensor.dtype in QUANTISED)
         quantised = {
             "quant_method": self.quantization,
-            "modules_to_not_convert": sorted(name for name, stays in matrices.items() if not stays),
+            "modules_to_not_convert": sorted(name for name, stays in matrices.items() if 2 * sum(stays) < len(stays)),
             "bytes_per_weight": self.bytes_per_weight,
             "unpacked_tensors": max(UNPACKED_TENSORS.get(it.dtype, UNPACKED_OTHERS) for it in self.tensors.values()),
         }

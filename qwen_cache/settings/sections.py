@@ -181,8 +181,8 @@ class CacheConfig(Section):
     text_device: str = "auto"
     """The device of the text encoder, or several; `auto` is the second accelerator, else the first, or the CPU."""
     text_quantization: Literal["none", "int8", "fp8", "nf4"] = "none"
-    """Quantise the language model inside the text encoder to 8 bits (torchao) or 4 (bitsandbytes). This changes
-    the embeddings, so it is part of the recipe."""
+    """Quantise the language model inside the text encoder to 8 bits or 4 (bitsandbytes). This changes the embeddings,
+    so it is part of the recipe."""
     text_offload: bool = False
     """Keep the text encoder's layers in host memory, two at a time on the accelerator. The embeddings are the same."""
     vae_batch_pixels: Positive | None = None

@@ -101,7 +101,7 @@ class Generator:
     merge: bool = False
     """Add the LoRAs to the weights before generating."""
     quantization: Kind = "none"
-    """The transformer's, on loading: none, int8, fp8 or nf4."""
+    """The transformer's, on loading."""
 
     def __post_init__(self) -> None:
         check_settings(self.model, self.config, self.devices)
