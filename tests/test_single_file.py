@@ -88,7 +88,7 @@ def plain(transformer: Any) -> dict[str, Tensor]:
             numbers[name] = dequantize_gguf_tensor(parameter).float()
     for name, module in transformer.named_modules():
         if isinstance(module, QuantizedLinear):
-            numbers[f"{name}.weight"] = module.unpacked()
+            numbers[f"{name}.weight"] = module.dequantize()
             del numbers[f"{name}.scale"]
     return numbers
 

@@ -109,8 +109,21 @@ def row_pieces(rows: int, columns: int) -> Iterator[slice]:
 
 def is_quantized(model: nn.Module) -> bool:
     """True if frozen weights of the model are packed, by this project or by a library."""
-    packed = (QuantizedLinear, Nf4Linear)
-    return getattr(model, "hf_quantizer", None) is not None or any(isinstance(it, packed) for it in model.modules())
+    ours = any(isinstance(module, PackedLinear) for module in model.modules())
+    return ours or getattr(model, "hf_quantizer", None) is not None
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer that peft unpacks for a DoRA, which needs the weight itself: by `dequantize`, since it has `W_q`
+    (peft/utils/integrations.py, dequantize_module_weight)."""
+
+    @property
+    def W_q(self) -> Tensor:  # noqa: N802
+        return self.weight
+
+    def dequantize(self) -> Tensor:
+        """The weight `[N, K]` in float32."""
+        raise NotImplementedError
 
 
 # ---- 8 bits ----------------------------------------------------------------------------------------------------------
@@ -177,7 +190,7 @@ def rotated(x: Tensor, group: int) -> Tensor:
     return (x.reshape(-1, group) @ matrix).view(x.shape)
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedLinear(PackedLinear):
     """A linear layer whose frozen weight has 8 bits, with a scale per row; under autocast in autocast's dtype.
 
     The backward pass unpacks or reads the weight again, so autograd keeps no copy of it.
@@ -222,7 +235,7 @@ class QuantizedLinear(nn.Linear):
             return in_pieces(x, len(weight), lambda rows: (weight[rows].to(x.dtype), scale[rows]), self.bias)
         return apply(_RowScaledProduct, x, weight, scale, self.bias)
 
-    def unpacked(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """The weight `[N, K]` in float32, as it was before it was rotated."""
         numbers = self.weight.view(self.values).float() * self.scale.view(torch.float32)[:, None]
         return rotated(numbers, self.group)
@@ -326,7 +339,7 @@ def _rescaled(sums: Tensor, of_row: Tensor, scale: Tensor | None) -> Tensor:
 # ---- nf4 -------------------------------------------------------------------------------------------------------------
 
 
-class Nf4Linear(nn.Linear):
+class Nf4Linear(PackedLinear):
     """A linear layer whose frozen weight has 4 bits, by the kernels of bitsandbytes, on any device.
 
     bitsandbytes' own layer cannot be offloaded, and its kernels for CPUs take only rows of whole blocks.
@@ -348,6 +361,9 @@ class Nf4Linear(nn.Linear):
         if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
             return in_pieces(x, self.out_features, lambda rows: (self._unpacked(rows, x.dtype), None), self.bias)
         return apply(_UnpackedProduct, x, self.weight, self.scale.view(torch.float32), self.bias)
+
+    def dequantize(self) -> Tensor:
+        return self._unpacked(slice(0, self.out_features), torch.float32)
 
     def _unpacked(self, rows: slice, dtype: torch.dtype) -> Tensor:
         """These rows of the weight; unless they are the last ones, their number is one of whole blocks."""
