@@ -32,7 +32,7 @@ from qwen_cache.errors import SourceError
 from qwen_cache.sources import images
 from qwen_cache.sources import images as jpeg_xl
 from qwen_cache.sources.images import FORMATS, open_mask, open_rgb, open_rgba, over_white, upright_size
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.sources.places import IMAGE_EXTENSIONS
 
 from .support.waiting import HANG
 

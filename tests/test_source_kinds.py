@@ -487,8 +487,8 @@ def test_the_prompt_of_a_tar_has_any_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "parts", "expected"),
     [
-        ({}, ["x.jpg", "json"], "no part holds the target (expected path_target or target or"),
-        ({}, ["x.jpg", "json"], "or output, found 'x.jpg', 'json')\n  → add it, or name the right part: --set"),
+        ({}, ["x.jpg", "json"], "no part holds the target or the control (expected path_target or"),
+        ({}, ["x.jpg", "json"], "or original, found 'x.jpg', 'json')\n  → add it, or name the right part: --set"),
         ({}, ["jpg", "json"], "no part holds the control (expected path_control or"),
         ({}, ["jpg", "control.jpg"], "no part holds the prompt (expected KEY.txt or KEY.json, found jpg, control.jpg)"),
         ({}, ["v1.jpg", "v1.txt"], "found v1.jpg, v1.txt)\n  → what follows the first dot of a name is its part"),
@@ -532,18 +532,19 @@ def test_what_every_row_lacks_is_one_problem(tmp_path: Path) -> None:
     assert make_images(tmp_path / "t.parquet")[1][0].what == "all 2 samples: the target 'image' is empty"
 
 
-def test_the_names_of_folders_are_options_and_do_not_enter_the_keys(
+def test_the_names_of_folders_do_not_enter_the_keys(
     folder: Path, samples: list[Sample], tmp_path: Path, model: Path
 ) -> None:
     reference = planned(str(folder), tmp_path / "out", model)
     renamed = shutil.copytree(folder, tmp_path / "data")
     (renamed / "target_images").rename(renamed / "neu")
     (renamed / "control_images").rename(renamed / "alt")
-    options = ("--targets", "neu/", "--controls", "alt")
-    result = build(renamed, tmp_path / "out", model, "--dry-run", "--json", *options)
-    assert [each["key"] for each in json.loads(result.stdout)["samples"]] == [
-        each["key"] for each in reference["samples"]
-    ]
+    for options in (("--targets", "neu/", "--controls", "alt"), ()):
+        result = build(renamed, tmp_path / "out", model, "--dry-run", "--json", *options)
+        assert [each["key"] for each in json.loads(result.stdout)["samples"]] == [
+            each["key"] for each in reference["samples"]
+        ]
+    (renamed / "alt").rename(tmp_path / "alt")
     result = build(renamed, tmp_path / "out", model, "--dry-run")
     refused(result, "no target folder", "or name their folder: --set data.columns.target=FOLDER")
 

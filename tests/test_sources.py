@@ -21,7 +21,7 @@ from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import detect as source
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Row, read_source
-from qwen_cache.sources.pairs import (
+from qwen_cache.sources.layouts import (
     CONTROL_FOLDERS,
     PAIRED_CONTROL_FOLDERS,
     PAIRED_TARGET_FOLDERS,
@@ -966,7 +966,8 @@ def test_a_generic_name_is_a_control_where_the_target_is_an_edit(
     tmp_path: Path, columns: list[str], controls: int
 ) -> None:
     """For a model that takes a control or none: no edit becomes text to image, and no origin a control."""
-    path = table(tmp_path, "a.csv", f"{','.join(columns)}\nt/1.png,c/1.png,red\n")
+    other = "c/1.png" if controls else "a museum"
+    path = table(tmp_path, "a.csv", f"{','.join(columns)}\nt/1.png,{other},red\n")
     [row], problems = read_source(path, needs_control=False, takes_control=True)
     assert (len(row.controls), problems) == (controls, [])
 

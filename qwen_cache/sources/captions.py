@@ -17,8 +17,7 @@ from typing import Any, Protocol, Self
 from qwen_cache.errors import Notice, SourceError
 from qwen_cache.format.identity import Phrase, content_hash
 from qwen_cache.settings.sections import DataConfig
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import File, read_bytes, suffix
+from qwen_cache.sources.places import IMAGE_EXTENSIONS, File, read_bytes, suffix
 from qwen_cache.sources.rows import LIST_COLUMNS, Needs, Row, find_columns, unique
 from qwen_cache.sources.tables import READERS, delimiter_of
 from qwen_cache.storage.files import write_durably

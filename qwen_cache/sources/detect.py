@@ -12,9 +12,10 @@ Pairs, for editing. Names are compared whole, never by prefix; subfolders are pa
 
 Every image in the target folder is a target. A file in the control folder belongs to the target with exactly its name;
 only if there is none, `_control_1` and `_mask` are read as endings. So a target may be called `x_mask`, but then
-`control_images/x_mask.png` is its control. Two folders such as before/ and after/ are recognised too
-(`sources/pairs.py`). For text-to-image there are no controls, and a folder of images with their prompts beside them is
-enough. A folder with a metadata.csv or metadata.jsonl stands for that table.
+`control_images/x_mask.png` is its control. Two folders such as before/ and after/, folders of other names, and the
+layouts of other trainers are recognised too (`sources/layouts.py`). For text-to-image there are no controls, and a
+folder of images with their prompts beside them is enough. A folder with a metadata.csv or metadata.jsonl stands for
+that table.
 
 A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or a folder that `datasets` wrote with save_to_disk) has
 one row per sample. These are its columns or keys, in any case, with or without the suffix _file_name; others are
@@ -69,8 +70,10 @@ from qwen_cache.settings.sections import ColumnsConfig, DataConfig
 from qwen_cache.sources import left_out
 from qwen_cache.sources.arrow import read_parquet, read_saved, splits
 from qwen_cache.sources.captions import Captions, find, has_marks, parse
-from qwen_cache.sources.pairs import CONTROL_FOLDERS, IMAGE_EXTENSIONS, TARGET_FOLDERS, read_pairs
+from qwen_cache.sources.layouts import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.pairs import read_pairs
 from qwen_cache.sources.places import (
+    IMAGE_EXTENSIONS,
     File,
     Folder,
     TableFolder,
@@ -293,6 +296,17 @@ def read_drafts(
     merged = [Problem(source, f"all {drafts} samples: {what}", do) for what, do in of_all]
     merged += [problem for problem in problems if (problem.what, problem.do) not in of_all]
     return Content(rows, merged, out, counted(notices))
+
+
+def advice(problems: int, rows: int, skip: str) -> str:
+    """Advice about the problems of a source beside its usable `rows`, which `skip` would leave.
+
+    Where most is a problem, the source is probably read in another way than it is meant, and to skip would hide that.
+    """
+    it, their = ("it", "its row") if problems == 1 else ("them", "their rows")
+    if problems <= rows:
+        return f"fix {it}, or skip {their} with {skip}"
+    return f"fix {it}; if folders or columns are read in another way than you mean, name them: --targets, --controls"
 
 
 def checked(draft: Draft, needs: Needs, *, allow_empty_prompt: bool) -> tuple[list[Row], list[Problem]]:

@@ -35,7 +35,8 @@ from qwen_cache.sources.detect import (
     unix,
 )
 from qwen_cache.sources.images import open_mask, upright_size
-from qwen_cache.sources.pairs import Layout, beside, find_layout, mask_name, read_some
+from qwen_cache.sources.layouts import Layout, find_layout
+from qwen_cache.sources.pairs import beside, mask_name, read_some
 from qwen_cache.sources.places import File, Folder, TableFolder, open_folder, read_bytes, suffix
 from qwen_cache.sources.rows import COLUMNS, MAX_TEXT, Columns, Draft, Needs, find_columns, has_captions, read_row
 from qwen_cache.sources.tables import CSV, READERS, CsvText, TableText, changed, open_text

@@ -1,7 +1,7 @@
 """A folder of images that are matched by their names.
 
-Names are compared whole, never by prefix; subfolders are part of a name. `data.columns` names the folders, else they
-are recognised by their names. Refuses two files of one name, a gap in the controls, and a file without a target; a
+Names are compared whole, never by prefix; subfolders are part of a name. `layouts` says which folder has which role.
+Refuses two files of one name, a gap in the controls, and a file without a target; a
 missing file and a similarly named one are one problem. If no targets are needed, a folder of controls with prompts is
 enough.
 """
@@ -20,71 +20,34 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.sources import left_out
-from qwen_cache.sources.places import File, Folder, base_name, overlooked, read_bytes, suffix
+from qwen_cache.sources.layouts import ENDING, LABEL, MASK, NUMBERED, Layout, find_layout
+from qwen_cache.sources.places import (
+    IMAGE_EXTENSIONS,
+    OTHER_IMAGES,
+    File,
+    Folder,
+    base_name,
+    overlooked,
+    read_bytes,
+    suffix,
+)
 from qwen_cache.sources.rows import (
     MAX_TEXT,
     NO_CONTROL,
-    NO_CONTROL_AT_ALL,
     Draft,
     FieldProblems,
     Needs,
     Row,
-    check_named,
-    given,
     setting,
 )
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.storage.remote import Location, is_remote
 
-TARGET_FOLDERS = ("target_images", "training_images", "targets", "target")
-CONTROL_FOLDERS = ("control_images", "condition_images", "controls", "control")
-PAIRED_TARGET_FOLDERS = ("after", "output", "outputs", "edited", "output_images", "edited_images", "after_images")
-PAIRED_CONTROL_FOLDERS = (
-    *("before", "input", "inputs", "source", "sources", "original", "originals", "unedited"),
-    *("input_images", "source_images", "original_images", "before_images"),
-)
-"""Names that are recognised only beside a folder for the other role: alone, they may be any subfolder."""
-KNOWN = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
-PAIRED = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
-IMAGE_EXTENSIONS = (
-    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".heic", ".heif", ".hif", ".jxl"),
-    *(".jpe", ".jfif", ".apng", ".ppm", ".pgm", ".pbm", ".pnm"),
-)
-OTHER_IMAGES = (
-    *(".tga", ".psd", ".exr", ".hdr", ".jp2", ".j2k", ".jxr", ".dds", ".qoi", ".ico", ".icns", ".svg", ".eps", ".pdf"),
-    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".xcf", ".kra", ".mov", ".mp4"),
-)
-"""Extensions of images, and files like them, that are not read."""
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
 PROMPTS = 64  # per task of the thread pool, on a disk
 MOST_COMPARED = 100  # names without a partner, on each side, that are compared with one another: takes 0.1 s
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The folders of a source, relative to it; `.` is the source itself."""
-
-    target: str
-    """Empty: there are only controls."""
-    controls: tuple[str, ...] = ()
-    """With several, each has one control of every target, under its name."""
-    mask: str | None = None
-    """None: beside the controls, as NAME_mask."""
-    prompt: str | None = None
-    """None: beside the targets."""
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The folders without targets."""
-        return tuple(name for name in (*self.controls, self.mask, self.prompt) if name)
-
-    def slot(self, folder: str) -> int | None:
-        """The slot of the files in a folder; None if it depends on their names."""
-        if folder == self.mask:
-            return _MASK
-        return self.controls.index(folder) if len(self.controls) > 1 else None
 
 
 Place = tuple[str, str]
@@ -121,9 +84,10 @@ class Leads:
         return None
 
 
-def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Draft]:
+def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     layout = find_layout(folder, needs)
-    return _read_targets(folder, layout, needs) if layout.target else _read_controls(folder, layout)
+    yield from layout.notices
+    yield from _read_targets(folder, layout, needs) if layout.target else _read_controls(folder, layout)
 
 
 def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[str], *, near: bool) -> dict[str, Draft]:
@@ -150,8 +114,9 @@ def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(path / name / below):
                 stem = entry.name.rpartition(".")[0]
-                if stem not in wanted and "_" in stem:
-                    stem = ending[1] if (ending := ENDING.fullmatch(stem)) else stem
+                if stem not in wanted:
+                    endings = filter(None, (pattern.fullmatch(stem) for pattern in (ENDING, NUMBERED, LABEL)))
+                    stem = next((ending[1] for ending in endings if ending[1] in wanted), stem)
                 if stem in wanted and not entry.name.startswith(".") and not entry.is_dir():
                     found.append(posixpath.join(below, entry.name))
     return sorted(found)
@@ -170,6 +135,8 @@ def mask_name(source: Path, layout: Layout, name: str) -> str:
     """The file for the mask of a target that has none, from the source on; SourceError if none would be read."""
     if layout.mask:
         return f"{layout.mask}/{name}.png"
+    if layout.has_labels:
+        return f"{layout.target}/{name}-masklabel.png"
     if len(layout.controls) != 1:
         do = f"name a folder of masks: {setting('mask', 'FOLDER')}"
         raise SourceError("this source has no place for masks", where=source, found=name, do=do)
@@ -194,12 +161,17 @@ def _read_targets(
     lines = _left_out(folder, prompt_folder, targets, prompts)
     others = {layout.target: here.others}
     owned: dict[str, dict[int, list[Location]]] = {name: {} for name in targets}
+    for name in [name for name in targets if name not in prompts]:
+        label = LABEL.fullmatch(name)
+        if label and label[1] in owned and (layout.has_labels if label[2] == "condlabel" else layout.mask is None):
+            owned[label[1]][0 if label[2] == "condlabel" else MASK] = targets.pop(name)
+            del owned[name]
     strays = {(prompt_folder, name): paths for name, paths in prompts.items() if name not in targets}
     for name in filter(None, (*layout.controls, layout.mask)):
         files = _scan(folder, name)
         others[name] = files.others
         for stem, paths in files.images.items():
-            target, slot = _owner(stem, targets, layout.slot(name))
+            target, slot = _owner(stem, targets, layout.slot(name), files.images)
             if target is None:
                 strays[name, stem] = paths
             else:
@@ -208,13 +180,15 @@ def _read_targets(
     kept = {name: paths for name, paths in targets.items() if name not in out}
     common = None if near else _common_problem(folder, layout, kept, prompts, [owned[name] for name in kept], needs)
     gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
+    if layout.has_labels:
+        gaps = {name: (layout.target, f"{name}-condlabel") for name, slots in owned.items() if 0 not in slots}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
     named = (posixpath.splitext(each) for each in folder.below(prompt_folder))
     captions = {stem: stem + ending for stem, ending in named if ending.lower() in OTHER_PROMPTS}
     leads = Leads(unread, _similar(wanted - unread.keys(), strays), captions)
     if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
-        gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {_MASK} or leads.of(gap)}
+        gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {MASK} or leads.of(gap)}
     hint = f", or {NO_CONTROL}" if needs.no_control == "stated" else ""
     chosen = [name for name in targets if only is None or name in only]
     memory = RememberedFiles.of("prompts 1", folder.path)
@@ -302,80 +276,6 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
     yield from left_out.wrong_lines(lines, owned, folder.path / left_out.LIST)
 
 
-def find_layout(folder: Folder, needs: Needs) -> Layout:
-    """The folders with targets, controls, masks and prompts; no target folder to read controls only.
-
-    If there is a folder of controls, every target needs one there unless `data.allow_no_control` says otherwise, also
-    for a model that takes images without a control: a missing file must not turn an edit into text to image. A table
-    can have both.
-    """
-    named = _named(folder, needs)
-    folders = _recognised(folder, named)
-    reads_controls = needs.control or folders["control"] or (needs.to_generate and needs.takes_control)
-    if not needs.target and not folders["target"] and reads_controls:
-        return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
-    for role in KNOWN:
-        if needs.some_control and not folders[role]:
-            raise SourceError(
-                f"the folder has no {role} folder, which an editing model needs",
-                where=folder.path,
-                expected=" or ".join((*KNOWN[role], *PAIRED[role])),
-                found=", ".join(sorted(folder.files + folder.folders)[:10]) or "nothing",
-                do=f"put the {role} images into {folder.path / KNOWN[role][0]}, or name their folder: "
-                + setting(role, "FOLDER")
-                + (f"; {NO_CONTROL_AT_ALL}" if needs.no_control == "stated" and not folders["control"] else ""),
-            )
-    if folders["control"] and not needs.takes_control:
-        raise SourceError(
-            "there is a control folder, but a text-to-image model takes no controls",
-            where=folder.path,
-            expected="targets and prompts only",
-            found=folders["control"][0],
-            do="choose an editing model, or name the folder of the targets itself",
-        )
-    mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
-    return Layout(next(iter(folders["target"]), "."), tuple(folders["control"]), mask, prompt)
-
-
-def _recognised(folder: Folder, named: dict[str, list[str]]) -> dict[str, list[str]]:
-    """The folders of targets and of controls: those in `named`, else with a known name; SourceError for several."""
-    folders = {role: [each for each in folder.folders if each in KNOWN[role]] for role in KNOWN} | named
-    paired = {role: [each for each in folder.folders if each.lower() in PAIRED[role]] for role in KNOWN} | named
-    pairs = {role: folders[role] or paired[role] for role in KNOWN}
-    if all(pairs.values()):
-        folders = pairs
-    for role in KNOWN:
-        if len(folders[role]) > 1 and role not in named:
-            raise SourceError(
-                f"the folder has more than one {role} folder",
-                where=folder.path,
-                expected="one",
-                found=", ".join(folders[role]),
-                do=f"name the right one: {' or '.join(setting(role, name) for name in folders[role])}",
-            )
-    return folders
-
-
-def _named(folder: Folder, needs: Needs) -> dict[str, list[str]]:
-    """The folders of `data.columns` by role; SourceError if one does not exist."""
-    named = given(needs.columns)
-    if "phrase" in named:
-        do = "mark the words in the prompt with [[ ]] and set data.marked_phrases: true, or write a table"
-        raise SourceError("a folder of images has no phrases", where=folder.path, found=needs.columns.phrase, do=do)
-    named = {role: [posixpath.normpath(name) for name in names] for role, names in named.items()}
-    nested = [name for names in named.values() for name in names if "/" in name and _is_below(folder, name)]
-    own = ["."] if ["."] in named.values() else []
-    check_named(named, [*folder.folders, *dict.fromkeys(nested), *own], folder.path, "folder")
-    return named
-
-
-def _is_below(folder: Folder, name: str) -> bool:
-    try:
-        return name.partition("/")[0] in folder.folders and bool(folder.below(name))
-    except SourceError:
-        return False
-
-
 def _scan(folder: Folder, name: str, without: Sequence[str] = ()) -> Files:
     """The files below a folder; of the source itself, without those below some of its folders."""
     starts = tuple(f"{other}/" for other in without) if name == "." else ()
@@ -427,7 +327,7 @@ def _common_problem(
     what = f"none of the {len(targets)} targets has a "
     some = folder.below(layout.controls[0]) if layout.controls else []
     if (some or (layout.controls and needs.no_control != "allowed")) and not any(
-        set(slots) - {_MASK} for slots in owned
+        set(slots) - {MASK} for slots in owned
     ):
         found = ", ".join(some[:3]) or "nothing"
         what += f"control (expected {stem}.png for {first}, found {found})"
@@ -446,16 +346,24 @@ def _common_problem(
 
 OTHER_PROMPTS = (".caption", ".cap", ".tags")
 """Endings that other tools give to text files with captions."""
-ENDING = re.compile(r"(.+)_(?:control_([1-9][0-9]*)|mask)", re.DOTALL)
-_MASK = -1
-"""The slot of the mask among a target's files in the control folder; 0 is its first control, then 1, 2, …"""
 
 
-def _owner(name: str, targets: Collection[str], slot: int | None) -> tuple[str | None, int]:
-    """The target that a file belongs to, and its slot there: `slot`, or in a folder of all controls by its name."""
+def _owner(
+    name: str, targets: Collection[str], slot: int | None, beside: Collection[str] = ()
+) -> tuple[str | None, int]:
+    """The target that a file belongs to, and its slot there: `slot`, or in a folder of all controls by its name.
+
+    NAME_0, NAME_1, … are controls of NAME if the first is there, `beside` it, and NAME is not.
+    """
     if name in targets:
         return name, slot or 0
-    return _further(name, targets) if slot is None else (None, 0)
+    if slot is not None:
+        return None, 0
+    numbered = NUMBERED.fullmatch(name)
+    if numbered and numbered[1] in targets and numbered[1] not in beside:
+        first = f"{numbered[1]}_{'0' * len(numbered[2])}"
+        return (numbered[1], int(numbered[2])) if first in beside else (None, 0)
+    return _further(name, targets)
 
 
 def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
@@ -463,14 +371,14 @@ def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     ending = ENDING.fullmatch(name)
     if ending is None or ending[1] not in targets:
         return None, 0
-    return ending[1], int(ending[2]) if ending[2] else _MASK
+    return ending[1], int(ending[2]) if ending[2] else MASK
 
 
 def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...]) -> Place | None:
     """The first control that a target lacks."""
     if len(controls) > 1:
         return next(((folder, name) for slot, folder in enumerate(controls) if slot not in slots), None)
-    numbers = slots.keys() - {_MASK}
+    numbers = slots.keys() - {MASK}
     missing = min(set(range(len(numbers) + 1)) - numbers)
     if not controls or missing >= max(len(numbers), 1):
         return None
@@ -530,7 +438,7 @@ def _row(
         if len(files) > 1:
             what = f"several files have the same name: {', '.join(base_name(path) for path in files)}"
             field_problems[what] = what, "keep the right one"
-    numbers = sorted(slot for slot in slots if slot != _MASK)
+    numbers = sorted(slot for slot in slots if slot != MASK)
     if gap:
         found = ", ".join(base_name(slots[slot][0]) for slot in numbers) or "none"
         more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target" + ("" if numbers else hint))
@@ -549,5 +457,5 @@ def _row(
             more, do = f"; {posixpath.basename(caption)} is there", f"rename it to {posixpath.basename(name)}.txt"
         field_problems["prompt"] = f"the prompt {_join(prompt_folder, name)}.txt is missing{more}", do
     controls = tuple(File(slots[slot][0]) for slot in numbers)
-    mask = File(slots[_MASK][0]) if _MASK in slots else None
+    mask = File(slots[MASK][0]) if MASK in slots else None
     return Draft((Row(name, str(targets[0]), File(targets[0]), controls, mask, text),), field_problems)

@@ -38,6 +38,16 @@ from qwen_cache.text import one_line
 
 Location = Location
 
+IMAGE_EXTENSIONS = (
+    *(".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif", ".gif", ".heic", ".heif", ".hif", ".jxl"),
+    *(".jpe", ".jfif", ".apng", ".ppm", ".pgm", ".pbm", ".pnm"),
+)
+OTHER_IMAGES = (
+    *(".tga", ".psd", ".exr", ".hdr", ".jp2", ".j2k", ".jxr", ".dds", ".qoi", ".ico", ".icns", ".svg", ".eps", ".pdf"),
+    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".xcf", ".kra", ".mov", ".mp4"),
+)
+"""Extensions of images, and files like them, that are not read."""
+
 MAX_FILE = 1 << 31  # bytes read at once: an uncompressed image of the most pixels, 16 bits and alpha has 1.4 GB
 MAX_NAME = 4096  # bytes of a path, URL or name in a tar: the limit of Linux
 MAX_PATHS_TO_A_FOLDER = 100  # by links; links to links to links have more paths than anybody can read

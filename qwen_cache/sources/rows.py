@@ -243,18 +243,24 @@ def _role_among(known: dict[str, tuple[str, ...]], name: str) -> tuple[str | Non
 
 
 def find_columns(
-    names: Sequence[str], where: Location, needs: Needs, noun: str = "column", found: Sequence[str] = ()
+    names: Sequence[str],
+    where: Location,
+    needs: Needs,
+    noun: str = "column",
+    found: Sequence[str] = (),
+    images: Sequence[str] = (),
 ) -> Columns:
     """The columns by role, the controls in the order of their numbers; SourceError if they are ambiguous.
 
-    In messages, a column is called `noun`, and those that exist are `found` (by default `names`).
+    In messages, a column is called `noun`, and those that exist are `found` (by default `names`). Columns of `images`,
+    which hold paths of images that exist, must be used, unless `data.columns.control` says which are.
     """
     named = given(needs.columns)
     check_named(named, names, where, noun)
     known = COLUMNS | LEFT_OUT | (TO_GENERATE if needs.to_generate else {})
     columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
     taken = {name for listed in named.values() for name in listed}
-    unknown: list[str] = []
+    unknown, missing = list[str](), list[str]()
     for name in names:
         role, number = _role_among(known, name)
         if role is None and name not in taken:
@@ -265,15 +271,27 @@ def find_columns(
         if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
             for name in list(unknown):
                 is_generic, number = _role_among({role: GENERIC[role]}, name)
-                if is_generic:
+                if is_generic and not (missing and columns[role]):  # which one it is can be asked next
                     _add(columns, role, number, name, where, noun)
                     unknown.remove(name)
         if needed and not columns[role]:
-            more = f"; {NO_CONTROL_AT_ALL}" if role == "control" and needs.no_control == "stated" else ""
-            raise _no_column(role, found or names, unknown, where, noun, more)
-    if not (columns["target"] or columns["control"] or needs.to_generate):
-        raise _no_column("target", found or names, unknown, where, noun)
+            missing.append(role)
+    if not (columns["target"] or columns["control"] or needs.to_generate or missing):
+        missing.append("target")
+    unused = [name for name in unknown if name in images]
+    if missing:
+        raise _no_column(missing, found or names, unknown, where, noun, needs, unused)
     _check_unknown(unknown, named, where, noun)
+    if unused and needs.takes_control and "control" not in named:
+        used = [columns["control"][number] for number in sorted(columns["control"])]
+        raise SourceError(
+            f"{noun}s hold images and are not used",
+            where=where,
+            expected=f"every {noun} with images as target, control or mask",
+            found=", ".join(map(repr, unused)),
+            do=f"use them as controls, in the order that the model sees: {setting('control', *used, *unused)}; or name "
+            f"the controls without them: {setting('control', *used)}",
+        )
     _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
 
@@ -295,6 +313,8 @@ def check_named(named: Columns, names: Sequence[str], where: Location, noun: str
             near = nearest(name, names)
             do = f"did you mean {near!r}? {setting(role, near)}" if near else f"name one of these {noun}s"
             do = "rename one of them" if name in names else do
+            if role == "control" and set(parts := name.split(",")) <= set(names):
+                do = f"several {noun}s are a list: {setting(role, *parts)}"
             raise SourceError(what, where=where, found=", ".join(map(repr, names)) or "none", do=do)
         if name in roles:
             what = f"data.columns names the {noun} {name!r} twice, for the {roles[name]} and for the {role}"
@@ -309,7 +329,7 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 
 def setting(role: str, *names: str) -> str:
-    """The option that names the columns of a role."""
+    """The option that names the columns of a role; without names none."""
     value = names[0] if len(names) == 1 else list(names)
     return shell_line(["--set", assignment(f"data.columns.{role}", value)])
 
@@ -351,17 +371,31 @@ def _split_number(name: str) -> tuple[str, int | None]:
 
 
 def _no_column(
-    role: str, names: Sequence[str], unknown: list[str], where: Location, noun: str, more: str = ""
+    missing: Sequence[str],
+    names: Sequence[str],
+    unknown: list[str],
+    where: Location,
+    noun: str,
+    needs: Needs,
+    images: Sequence[str],
 ) -> SourceError:
-    known = (*COLUMNS[role], *GENERIC.get(role, ()))
-    near = [(name, like) for name in unknown for like in get_close_matches(_stem(name), known, 1)]
-    do = f"rename {near[0][0]!r} to {near[0][1]!r}, or name it: " if near else f"add it, or name the right {noun}: "
+    """The error for roles without a column; `images` are unknown columns that hold images."""
+    dos, expected = list[str](), list[str]()
+    for role in missing:
+        known = (*COLUMNS[role], *GENERIC.get(role, ()))
+        near = [(name, like) for name in unknown for like in get_close_matches(_stem(name), known, 1)]
+        do = f"rename {near[0][0]!r} to {near[0][1]!r}, or name it: " if near else f"add it, or name the right {noun}: "
+        dos.append(do + setting(role, near[0][0] if near else "NAME"))
+        if role == "control" and needs.no_control == "stated":
+            dos[-1] += f"; {NO_CONTROL_AT_ALL}"
+        expected.append(" or ".join(known))
+    holding = f" ({noun}s with images: {', '.join(map(repr, images))})" if images else ""
     return SourceError(
-        f"no {noun} holds the {role}",
+        f"no {noun} holds the {' or the '.join(missing)}",
         where=where,
-        expected=" or ".join(known),
-        found=", ".join(map(repr, names)) or "an empty first line",
-        do=do + setting(role, near[0][0] if near else "NAME") + more,
+        expected="; ".join(expected),
+        found=(", ".join(map(repr, names)) or "an empty first line") + holding,
+        do="; ".join(dos),
     )
 
 
@@ -396,7 +430,7 @@ def _check_controls(controls: dict[int, str], where: Location, takes_control: bo
             where=where,
             expected="targets, prompts and masks only",
             found=listed,
-            do=f"choose an editing model, or ignore the column: {setting('control', '[]')}",
+            do=f"choose an editing model, or ignore the column: {setting('control')}",
         )
     first = min(controls, default=0)
     if first > 1 or sorted(controls) != list(range(first, first + len(controls))):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from qwen_cache.errors import Notice, Problem, SourceError, first_line
-from qwen_cache.sources.places import TableFolder, base_name, parent, read_bytes, suffix
+from qwen_cache.sources.places import IMAGE_EXTENSIONS, TableFolder, base_name, parent, read_bytes, suffix
 from qwen_cache.sources.rows import Draft, Needs, Record, find_columns, read_rows
-from qwen_cache.storage.remote import Location
+from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.text import RepeatedKeyError, parse_json
 
 # ---- table text ------------------------------------------------------------------------------------------------------
@@ -329,11 +330,34 @@ def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Notice |
     names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, text)
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
-    columns = find_columns(names, path, needs)
+    columns = find_columns(names, path, needs, images=_image_columns(names, records, parent(path)))
     if suffix(path) == ".csv" and (delimiter := delimiter_of(text)) != ",":
         what = f"rows of a .csv have their cells separated by {DELIMITERS[delimiter]}, not commas"
         yield Notice(what, (base_name(path),), "save it with commas if this is wrong", len(records))
     yield from read_rows(records, columns, TableFolder(parent(path), needs.allow_urls), {})
+
+
+LOOKED_AT = 8
+"""Rows of a table whose cells are looked at for images: one may be empty, and the rest need not exist either."""
+
+
+def _image_columns(names: Sequence[str], records: Sequence[Record | Problem], folder: Location) -> list[str]:
+    """The columns whose first cells are nothing but paths, or lists of paths, of images that exist on this machine."""
+    if is_remote(folder):
+        return []
+    rows = [record[1] for record in records[:LOOKED_AT] if not isinstance(record, Problem)]
+    found = []
+    for name in dict.fromkeys(names):
+        cells = [cell for row in rows for cell in _cells(row.get(name))]
+        if cells and all(suffix(Path(cell)) in IMAGE_EXTENSIONS and os.path.isfile(folder / cell) for cell in cells):
+            found.append(name)
+    return found
+
+
+def _cells(value: Any) -> list[str]:
+    """The texts of a cell that are not empty; "" for each other value."""
+    items = value if isinstance(value, list) else [value]
+    return [item.strip() if isinstance(item, str) else "" for item in items if item not in ("", None)]
 
 
 def _csv_records(path: Location, text: str) -> tuple[list[str], list[Record | Problem]]:

@@ -26,8 +26,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.settings.sections import ColumnsConfig
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
-from qwen_cache.sources.places import RangeFile, TableFolder, check_name, open_regular, parent, read_range
+from qwen_cache.sources.places import (
+    IMAGE_EXTENSIONS,
+    RangeFile,
+    TableFolder,
+    check_name,
+    open_regular,
+    parent,
+    read_range,
+)
 from qwen_cache.sources.rows import (
     COLUMNS,
     GENERIC,

@@ -20,7 +20,7 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError, as_json, router_of
 from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED, Entry
 from qwen_cache.sources.images import upright_size
-from qwen_cache.sources.pairs import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.layouts import CONTROL_FOLDERS, TARGET_FOLDERS
 from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
 from qwen_cache.sources.tables import READERS

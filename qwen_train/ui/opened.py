@@ -32,7 +32,7 @@ from qwen_cache.sources.detect import (
     without_gc,
 )
 from qwen_cache.sources.editing import ChangedError, Editor, open_editor
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.sources.places import IMAGE_EXTENSIONS
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_train.ui.job import Command

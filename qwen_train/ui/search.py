@@ -17,7 +17,7 @@ from typing import Any
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import PIPELINE_INDEX
 from qwen_cache.settings.load import CONFIG_NAME
-from qwen_cache.sources.pairs import IMAGE_EXTENSIONS
+from qwen_cache.sources.places import IMAGE_EXTENSIONS
 from qwen_train.inference.images import FINAL
 from qwen_train.lora.files import WEIGHTS_NAME
 from qwen_train.run import CHECKPOINT, METRICS_NAME
