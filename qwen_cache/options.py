@@ -146,6 +146,14 @@ VAE_DEVICE = setting(
 TEXT_DEVICE = setting(
     "cache.text_device", DEVICES, "The device of the text encoder, such as cuda:1, or several: cuda:1,cuda:2.", "DEVICE"
 )
+TARGETS = setting(
+    "data.columns.target",
+    INPUT,
+    "The folder, column or tar part with the targets, such as after.",
+    "NAME",
+    name="--targets",
+)
+CONTROLS = option(INPUT, "The folder, column or tar part with the controls; repeat it for more.", "NAME")
 JSON = flag("--json", OUTPUT, "Print one JSON document on stdout and nothing else.")
 CONFIG = option(SETTINGS, "The settings file.", "FILE", shown="qwen.yaml")
 SET = typer.Option(
@@ -156,6 +164,11 @@ SET = typer.Option(
     rich_help_panel=SETTINGS,
 )
 """Options that several commands have."""
+
+
+def given_controls(names: Sequence[str] | None) -> Given | None:
+    """The names of `CONTROLS` as the value of their setting."""
+    return Given("--controls", "data.columns.control", names) if names else None
 
 
 _COMMON = typer.Typer(add_completion=False)

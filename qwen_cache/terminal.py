@@ -397,8 +397,10 @@ def counting(
         bar.update(task, total=done)
 
 
-def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
-    """Print the first problems, each with its fix."""
+def print_problems(
+    problems: Sequence[Problem], of: str = "the source", rest: str = "--dry-run --json lists all"
+) -> None:
+    """Print the first problems, each with its fix; `rest` says where the others are listed."""
     if not problems:
         return
     out = console(always=True)
@@ -406,7 +408,7 @@ def print_problems(problems: Sequence[Problem], of: str = "the source") -> None:
     for problem in problems[:PROBLEMS_SHOWN]:
         out.print(f"  {problem}".replace("\n", "\n  "), markup=False)
     if len(problems) > PROBLEMS_SHOWN:
-        out.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; --dry-run --json lists all")
+        out.print(f"  and {len(problems) - PROBLEMS_SHOWN} more; {rest}", markup=False)
 
 
 def print_json(value: Any) -> None:

@@ -672,10 +672,8 @@ def test_every_problem_is_listed_before_anything_is_encoded(
     damaged = pairs / "target_images" / "cup.png"
     damaged.write_bytes(damaged.read_bytes()[:-500])
     result = build(pairs, out, model)
-    told = (
-        "error: nothing will be encoded until these are fixed (found 3 problems)\n  → fix them, or skip their rows with"
-    )
-    failing(result, "china", "flower", "empty", "cup.png: the image is damaged", told + " --on-error skip\n")
+    told = "error: nothing will be encoded until these are fixed (found 3 problems)\n  → fix them; if folders or"
+    failing(result, "china", "flower", "empty", "cup.png: the image is damaged", told)
     for options in ((), ("--check",)):  # a dry run ends as the build would
         dry = build(pairs, out, model, "--dry-run", *options)
         failing(dry, "china", "flower", "empty", "cup.png: the image is damaged", told)

@@ -55,16 +55,15 @@ def test_a_settings_file_for_the_data() -> None:
     config, text = written()
     assert config == load_config(
         None,
-        ["train.batch_size=1", f"data.vae_image_size={576 * 576}", "model.path=Qwen/Qwen-Image-Edit-2511"],
+        ["train.batch_size=1", "model.path=Qwen/Qwen-Image-Edit-2509"],
     )
     comments = " ".join(line.strip().removeprefix("# ") for line in text.splitlines() if "#" in line)
     assert about in comments
     without = "1 of 3 samples without a prompt: `build` refuses this unless the setting is true. `qwen-cache caption`"
     assert without in comments
     assert "`validation.prompts` has prompts to generate images from while the model trains" in comments
-    assert "576²: the median target has 704×480 pixels." in comments
     assert "333.3 epochs at a batch size of 1." in comments
-    assert "Also possible: Qwen/Qwen-Image-Edit-2509 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
+    assert "Also possible: Qwen/Qwen-Image-Edit-2511 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
     assert "No GPU was found on this machine" in comments
     assert max(map(len, text.splitlines())) <= 80
 
@@ -87,8 +86,8 @@ def test_an_existing_file_is_kept_without_force() -> None:
     ("controls", "model"),
     [
         ({"a": 0, "b": 0}, "Qwen/Qwen-Image"),
-        ({"a": 1, "b": 2}, "Qwen/Qwen-Image-Edit-2511"),
-        ({"a": 0, "b": 1}, "Qwen/Qwen-Image-Edit-2511"),
+        ({"a": 1, "b": 2}, "Qwen/Qwen-Image-Edit-2509"),
+        ({"a": 0, "b": 1}, "Qwen/Qwen-Image-Edit-2509"),
     ],
 )
 def test_the_model_takes_as_many_images_as_the_samples_have(controls: dict[str, int], model: str) -> None:
@@ -99,6 +98,72 @@ def test_the_model_takes_as_many_images_as_the_samples_have(controls: dict[str, 
     published = {name for family in FAMILIES for pipeline in family.pipelines for name in pipeline.models}
     assert set(result["models"]) <= published
     assert written()[0].data.vae_image_size is None
+
+
+def test_the_model_is_that_of_the_commands_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    used = set(re.findall(r"^qwen-\w+ .*--model (\S+)", readme, re.MULTILINE))
+    assert used == {init.fitting_models((1, 1))[0][0]}
+
+
+@pytest.mark.parametrize(
+    ("controls", "size", "side"),
+    [(0, (704, 480), 576), (1, (704, 480), None), (1, (640, 400), 480), (0, (1100, 800), None)],
+)
+def test_edits_are_trained_at_a_megapixel_unless_they_are_far_smaller(
+    controls: int, size: tuple[int, int], side: int | None
+) -> None:
+    write_data({"a": controls}, size=size)
+    result = run("qwen-cache", "init")
+    config, text = written()
+    assert config.data.vae_image_size == ([side * side] if side else None)
+    comment = " ".join(line.strip().removeprefix("# ") for line in text.splitlines())
+    assert (f"{side}²: the median target has {size[0]}×{size[1]} pixels." in comment) == bool(side)
+    told = "warning: data.vae_image_size is 480²: the median target has 640×400 pixels. By default all are resized to "
+    told += "about 1024². The stock Edit pipelines condition on about a megapixel: train on larger images if you have "
+    told += "them."
+    assert (told in " ".join(result.stderr.split())) == bool(side and controls)
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        ("/no/such/folder", "error: /no/such/folder: no such folder"),
+        ("tiny", "error: tiny: no such folder"),
+        ("data", "error: data: not a diffusers model folder: it has no model_index.json"),
+    ],
+)
+def test_a_model_that_does_not_exist_is_refused_at_once(model: str, told: str) -> None:
+    write_data({"a": 1})
+    result = run("qwen-cache", "init", "--model", model)
+    assert result.code == 2
+    assert result.stderr.startswith(told)
+    assert not Path("qwen.yaml").exists()
+
+
+def test_columns_of_ones_own_names() -> None:
+    write_data({"a": 2, "b": 2})
+    rows = "".join(f"{name},{name}.png,{name}-0.png,{name}-1.png,red\n" for name in "ab")
+    Path("my.csv").write_text(f"nr,neu,alt,depth,wunsch\n{rows}", encoding="utf-8")
+    Path("my.csv").rename("data/my.csv")
+    asked = run("qwen-cache", "init", "data/my.csv").stderr
+    assert "no column holds the target or the prompt" in asked
+    assert "(columns with images: 'neu', 'alt', 'depth')" in asked
+    assert "--set data.columns.target=NAME; add it, or name the right column: --set data.columns.prompt=NAME" in asked
+    named = ["--targets", "neu", "--set", "data.columns.prompt=wunsch"]
+    assert run("qwen-cache", "init", "data/my.csv", *named).stderr == (
+        "error: data/my.csv: columns hold images and are not used (expected every column with images as target, "
+        "control or mask, found 'alt', 'depth')\n"
+        '  → use them as controls, in the order that the model sees: --set \'data.columns.control=["alt", "depth"]\'; '
+        "or name the controls without them: --set 'data.columns.control=[]'\n"
+    )
+    wrong = run("qwen-cache", "init", "data/my.csv", *named, "--set", "data.columns.control=alt,depth").stderr
+    assert '  → several columns are a list: --set \'data.columns.control=["alt", "depth"]\'\n' in wrong
+    assert run("qwen-cache", "init", "data/my.csv", *named, "--controls", "alt", "--controls", "depth").code == 0
+    assert written()[0].data.columns.control == ["alt", "depth"]
+    Path("qwen.yaml").unlink()
+    result = run("qwen-cache", "init", "data/my.csv", *named, "--set", "data.columns.control=[]")
+    assert "2 samples without control images" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -144,7 +209,7 @@ def test_a_source_that_cannot_be_used_writes_nothing() -> None:
     assert "the target data/b.png does not exist" in result.stderr
     assert result.stderr.endswith(
         "error: data: some rows of this source cannot be used\n"
-        "  → fix the problems above, or skip these rows with --set data.on_error=skip\n"
+        "  → fix it, or skip its row with --set data.on_error=skip\n"
     )
     assert not Path("qwen.yaml").exists()
     assert run("qwen-cache", "init", "--set", "data.on_error=skip").code == 0

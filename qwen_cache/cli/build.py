@@ -12,6 +12,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.options import (
     CONFIG,
+    CONTROLS,
     DEVICES,
     DTYPE,
     INPUT,
@@ -21,10 +22,12 @@ from qwen_cache.options import (
     OUT_CACHE,
     OUTPUT,
     SET,
+    TARGETS,
     TEXT_DEVICE,
     VAE_DEVICE,
     command,
     flag,
+    given_controls,
     option,
     setting,
     setting_argument,
@@ -44,14 +47,6 @@ SOURCE = setting_argument(
     "A folder, table or tars of images, or a URL.",
     default="data.source of qwen.yaml, else data",
 )
-TARGETS = setting(
-    "data.columns.target",
-    INPUT,
-    "The folder, column or tar part with the targets, such as after.",
-    "NAME",
-    name="--targets",
-)
-CONTROLS = option(INPUT, "The folder, column or tar part with the controls; repeat it for more.", "NAME")
 EDIT_MASK = setting(
     "data.edit_mask", INPUT, "How to make edit masks for rows without one; head and auto are experimental."
 )
@@ -126,7 +121,7 @@ def build(
     from qwen_cache.storage.remembered import rehashing
     from qwen_cache.storage.stores import destination
 
-    columns = (targets, Given("--controls", "data.columns.control", controls) if controls else None)
+    columns = (targets, given_controls(controls))
     caches = Given("--reuse", "cache.reuse", reuse) if reuse else None
     places = (vae_device, text_device, out, caches, format)
     given = (source, model, dtype, *columns, on_error, edit_mask, mask_head, slice, validation, *places)

@@ -1,7 +1,7 @@
 """`init`: a small qwen.yaml for the data and this machine, with a comment per value.
 
-It reads the rows of the source, the headers of some images, and the devices of this machine; nothing is downloaded.
-Refuses a source with unusable rows, as a build does, and to overwrite a file without --force.
+It reads the rows of the source as `build` does, the headers of some images, and the devices of this machine; nothing is
+downloaded. Refuses a source with unusable rows, a model that does not exist, and to overwrite a file without --force.
 """
 
 from __future__ import annotations
@@ -18,13 +18,28 @@ from typing import TYPE_CHECKING, Any
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
-from qwen_cache.options import JSON, MODEL, OUTPUT, SET, command, flag, option, setting, setting_argument
+from qwen_cache.options import (
+    CONTROLS,
+    JSON,
+    MODEL,
+    OUTPUT,
+    SET,
+    TARGETS,
+    command,
+    flag,
+    given_controls,
+    option,
+    setting,
+    setting_argument,
+)
 from qwen_cache.settings.given import Given
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, print_json, print_problems
 from qwen_cache.text import plain, shell_line
 
 if TYPE_CHECKING:
+    from qwen_cache.errors import Notice
+    from qwen_cache.models.folder import ModelFolder
     from qwen_cache.settings.load import Config
     from qwen_cache.sources.detect import Readable, Row
 
@@ -32,6 +47,9 @@ HEADERS = 32
 """Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""
 SMALL = 0.75
 """Share of the default area below which a smaller area is suggested: upscaled images cost time and add no detail."""
+SMALL_EDITS = 0.25
+"""The same for edits, whose sides are then enlarged more than twice: the stock Edit pipelines always condition on about
+the default area, so a LoRA is trained at it while the images have detail enough."""
 STEP = 32
 """Suggested sides are multiples of this, as in the pipelines."""
 FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -54,6 +72,7 @@ KINDS = {
     "tar": "tars of images",
 }
 """Kinds of sources by the extension in the location of a row."""
+IMAGES = "a folder of images"
 
 
 @dataclass(frozen=True)
@@ -68,10 +87,26 @@ class Survey:
     with_mask: int
     sizes: Sequence[tuple[int, int]]
     """Width and height of some targets, by area."""
+    repeats: dict[str, int]
+    """How often the images of each folder come in an epoch, if its folders are those of kohya's trainers."""
+    notices: tuple[Notice, ...]
 
     @property
     def median(self) -> tuple[int, int]:
         return self.sizes[median_low(range(len(self.sizes)))]
+
+    @property
+    def smaller(self) -> tuple[int, str] | None:
+        """The side of a square of the area to train at, and why; None for the default."""
+        width, height = self.median
+        has_edits = bool(self.controls[1])
+        if width * height >= (SMALL_EDITS if has_edits else SMALL) * VAE_IMAGE_SIZE:
+            return None
+        side = max(STEP, math.isqrt(width * height) // STEP * STEP)
+        why = f"{side}²: the median target has {width}×{height} pixels. By default all are resized to about 1024²."
+        if has_edits:
+            why += " The stock Edit pipelines condition on about a megapixel: train on larger images if you have them."
+        return side, why
 
 
 @command(
@@ -88,19 +123,27 @@ def init(
         name="--model",
         default="one that takes as many control images as the samples have",
     ),
+    targets: Given | None = TARGETS,
+    controls: list[str] | None = CONTROLS,
     out: Path = option(OUTPUT, "The settings file to write.", "FILE", default=Path("qwen.yaml")),
     force: bool = flag("--force", OUTPUT, "Replace the file if it exists."),
     json: bool = JSON,
     set_: list[str] | None = SET,
 ) -> int:
     """Write a small commented qwen.yaml for the data in SOURCE and the devices of this machine."""
+    from qwen_cache.models.folder import check_name, open_model
     from qwen_cache.settings.describe import settings_file
     from qwen_cache.settings.load import Config, overridden, parse_yaml
 
-    config = overridden({}, assignments=set_, given=[source, model])
+    columns = [each for each in (targets, given_controls(controls)) if each is not None]
+    config = overridden({}, assignments=set_, given=[source, model, *columns])
     if out.exists() and not force:
         raise ConfigError("this settings file already exists", where=out, do="give --force to replace it, or --out")
-    survey = survey_source(config)
+    known = None
+    if config.model.path is not None:
+        name = check_name(config.model.path)
+        known = open_model(name, ()) if Path(name).is_dir() else None
+    survey = survey_source(config, known)
     models, torch = fitting_models(survey.controls), probe_torch()
     entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch)}
     defaults = Config().flat()
@@ -111,46 +154,58 @@ def init(
     overridden(parse_yaml(text), str(out))
     make_folder(out.parent)
     write_durably(out, text.encode("utf-8"))
-    follow = _next_commands(out)
+    follow = _next_commands(out, config, survey.repeats)
     if json:
         print_json(_to_json(out, config, survey, models, torch, follow))
         return 0
     console().print(f"wrote {plain(out)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
+    for notice in survey.notices:
+        console().print(str(notice), markup=False)
+    if survey.smaller and survey.controls[1]:
+        console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
     console().print("\n".join(["next:", *(f"  {each}" for each in follow)]), markup=False)
     return 0
 
 
-def survey_source(config: Config) -> Survey:
+def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
     """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
-    from qwen_cache.sources.detect import read_source, reading
+    from qwen_cache.settings.sections import ColumnsConfig
+    from qwen_cache.sources.detect import advice, read_content, reading
+    from qwen_cache.sources.layouts import repeats_of
+    from qwen_cache.sources.places import open_folder
     from qwen_cache.storage.remote import location
 
     source = config.data.source
-    rows, problems = read_source(location(source), **reading(config.data) | {"allow_empty_prompt": True})
-    print_problems(problems)
+    content = read_content(location(source), **reading(config.data, model) | {"allow_empty_prompt": True})
+    rows, problems = content.rows, content.problems
+    print_problems(problems, rest="`qwen-cache build --dry-run --json` lists all")
     if not rows or (problems and config.data.on_error == "stop"):
-        do = "fix the problems above" + (", or skip these rows with --set data.on_error=skip" if rows else "")
+        do = advice(len(problems), len(rows), "--set data.on_error=skip")
         what = "some rows of this source cannot be used" if rows else "no row of this source can be used"
         raise SourceError(what, where=source, do=do)
     targets = [row.target for row in rows if row.target is not None]
     sizes = sorted(_sizes(targets), key=math.prod)
     if not sizes:
         raise SourceError("no image of this source can be read", where=source, found=str(targets[0]))
-    counts = [len(row.controls) for row in rows]
+    counts, kind = [len(row.controls) for row in rows], _kind(rows[0], source)
+    is_numbered = kind == IMAGES and not max(counts) and config.data.columns == ColumnsConfig()
+    repeats = repeats_of(open_folder(location(source))) if is_numbered else {}
     return Survey(
-        kind=_kind(rows[0], source),
+        kind=kind,
         samples=len(rows),
         controls=(min(counts), max(counts)),
         without_prompt=sum(not row.prompt for row in rows),
         with_mask=sum(row.mask is not None for row in rows),
         sizes=sizes,
+        repeats=repeats if len(repeats) > 1 else {},
+        notices=content.notices,
     )
 
 
 def _kind(row: Row, source: str) -> str:
     inside = row.where.removeprefix(source)
     ending = re.findall(rf"\.({'|'.join(KINDS)})\b", inside) or re.findall(r"\.(\w+)$", source)
-    return KINDS.get(ending[0], "a folder of images") if ending else "a folder of images"
+    return KINDS.get(ending[0], IMAGES) if ending else IMAGES
 
 
 def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
@@ -164,7 +219,7 @@ def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
 
 
 def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
-    """The published models that take that many controls, the suggested one first: the newest of the 20B family.
+    """The published models that take that many controls, the suggested one first: that of the README's commands.
 
     An editing model takes samples without controls too, but is suggested only for a source that has some.
     """
@@ -174,7 +229,7 @@ def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
         for family in FAMILIES
         for pipeline in reversed(family.pipelines)
         if pipeline.min_controls <= most and (pipeline.max_controls is None or most <= pipeline.max_controls)
-        for name in reversed(pipeline.models)
+        for name in pipeline.models
     ]
 
 
@@ -196,17 +251,20 @@ def chosen(
         what = f"{survey.without_prompt} of {plural(survey.samples, 'sample')} without a prompt: `build` refuses this"
         do = "`qwen-cache caption` writes what is missing, for you to correct."
         yield "data.allow_empty_prompt", False, f"{what} unless the setting is true. {do}"
-    area, width, height = VAE_IMAGE_SIZE, *survey.median
-    if width * height < SMALL * area:
-        side = max(STEP, math.isqrt(width * height) // STEP * STEP)
-        why = f"{side}²: the median target has {width}×{height} pixels. By default all are resized to about 1024²."
+    if survey.smaller:
+        side, why = survey.smaller
         yield "data.vae_image_size", side * side, why
-    yield "cache.path", config.cache.path, "The folder of the cache."
+    if not survey.repeats:
+        yield "cache.path", config.cache.path, "The folder of the cache."
     defaults = Config()
     yield "train.output_dir", defaults.train.output_dir, "The folder of the LoRA, its checkpoints and the report."
+    if survey.repeats:
+        caches = [{"path": _cache_of(config, name), "weight": number} for name, number in survey.repeats.items()]
+        yield "train.caches", caches, "A cache for each folder; the weight is how often a sample comes in an epoch."
     yield from _memory(family, torch)
     steps = defaults.train.max_steps
-    yield "train.max_steps", steps, f"{steps / survey.samples:.1f} epochs at a batch size of 1."
+    epochs = "" if survey.repeats else f"{steps / survey.samples:.1f} epochs at a batch size of 1."
+    yield "train.max_steps", steps, epochs
     if survey.with_mask:
         masks = f"{plural(survey.with_mask, 'sample')} with a mask: above 1, the loss inside the mask counts more."
         yield "train.edit_mask_weight", defaults.train.edit_mask_weight, masks
@@ -260,11 +318,20 @@ def _controls(controls: tuple[int, int]) -> str:
     return plural(most, "control image") if fewest == most else f"{fewest} to {most} control images"
 
 
-def _next_commands(file: Path) -> list[str]:
+def _cache_of(config: Config, folder: str) -> str:
+    """The cache of one folder of a source that has several."""
+    return f"{config.cache.path}-{re.sub(r'[^0-9A-Za-z.-]+', '_', folder)}"
+
+
+def _next_commands(file: Path, config: Config, repeats: dict[str, int]) -> list[str]:
     from qwen_cache.settings.load import CONFIG_NAME
 
-    config = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
-    return [shell_line(["qwen-cache", "build", *dry_run, *config]) for dry_run in (["--dry-run"], [])]
+    settings = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
+    builds = [["--dry-run"], []]
+    if repeats:
+        source = config.data.source.rstrip("/")
+        builds = [[f"{source}/{name}", "--out", _cache_of(config, name)] for name in repeats]
+    return [shell_line(["qwen-cache", "build", *words, *settings]) for words in builds]
 
 
 def _to_json(
@@ -285,6 +352,7 @@ def _to_json(
         "with_mask": survey.with_mask,
         "targets": {"smallest": survey.sizes[0], "median": survey.median, "largest": survey.sizes[-1]},
         "models": [name for name, _ in models],
+        "notices": [str(each) for each in survey.notices],
         "devices": [_device(each) for each in torch.devices],
         "next": list(follow),
     }

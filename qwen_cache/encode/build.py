@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -478,6 +479,7 @@ def _print_cost(task: Task, seconds: float | None, out: PlainConsole) -> None:
 
 def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
     job, plan, size = task.job, task.plan, estimate(task.plan.to_encode, task.job)
+    controls = Counter(len(sample.row.controls) for sample in plan.samples)
     return {
         "to_encode": len(plan.to_encode),
         "to_copy": len(plan.to_copy),
@@ -492,6 +494,7 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
             for s in plan.missing
         ],
         "target_sizes": [{"width": w, "height": h, "samples": n} for (w, h), n in plan.target_sizes().items()],
+        "controls": [{"controls": n, "samples": of_n} for n, of_n in sorted(controls.items())],
         "repeated": plan.repeated,
         "left_out": job.rows_left_out,
         "notices": [

@@ -20,6 +20,7 @@ from qwen_cache.models.family import estimate_tokens
 from qwen_cache.models.folder import read_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import CacheConfig
+from qwen_cache.sources.detect import advice
 from qwen_cache.sources.sizes import Size, calculate_dimensions
 from qwen_cache.storage.files import cache_home
 from qwen_cache.storage.remote import Location, is_remote
@@ -222,9 +223,8 @@ def unusable_rows(job: BuildJob, plan: BuildPlan) -> SourceError | None:
     """The error for rows that cannot be used, unless they are to be skipped."""
     if not plan.problems or job.config.data.on_error == "skip":
         return None
-    this, it, rows = ("this is", "it", "its row") if len(plan.problems) == 1 else ("these are", "them", "their rows")
-    do = f"fix {it}, or skip {rows} with --on-error skip"
-    what = f"nothing will be encoded until {this} fixed"
+    do = advice(len(plan.problems), len(plan.samples), "--on-error skip")
+    what = f"nothing will be encoded until {'this is' if len(plan.problems) == 1 else 'these are'} fixed"
     return SourceError(what, found=plural(len(plan.problems), "problem"), do=do)
 
 

@@ -1,0 +1,311 @@
+"""Folders as people bring them from other trainers: `init` and `build` read the same pairs, or ask with the options."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from qwen_cache.cli import init
+from qwen_cache.cli.doctor import Torch
+from qwen_cache.errors import SourceError
+from qwen_cache.settings.load import load_config
+from qwen_cache.settings.sections import ColumnsConfig
+from qwen_cache.sources.detect import read_content
+
+from .support.commands import run
+
+NAMES = ("Dune", "Garden", "Silk")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(init, "probe_torch", lambda: Torch("2.11"))
+    return tmp_path
+
+
+def fill(folder: str, *images: str, prompts: bool = False, names: tuple[str, ...] = NAMES) -> None:
+    """Images of each name below `folder`, by patterns such as `{}_0`; the first one with a prompt."""
+    for number, pattern in enumerate(images or ("{}",)):
+        for colour, name in enumerate(names):
+            path = Path("mine", folder, pattern.format(name) + ".png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (64, 48), (40 * colour, 90 * number, len(folder))).save(path)
+            if prompts and not number:
+                path.with_suffix(".txt").write_text(f"change {name}", encoding="utf-8")
+
+
+def own_names() -> None:
+    fill("nachher", prompts=True)
+    fill("vorher")
+
+
+def ai_toolkit() -> None:
+    fill("my", prompts=True)
+    fill("my_control")
+
+
+def ai_toolkit_two() -> None:
+    fill("my", prompts=True)
+    fill("my_control")
+    fill("my_control_2")
+
+
+def ai_toolkit_target() -> None:
+    fill("target", prompts=True)
+    fill("control")
+
+
+def musubi() -> None:
+    fill("images", prompts=True)
+    fill("control", "{}_0", "{}_1")
+
+
+def one_trainer() -> None:
+    fill(".", "{}", "{}-condlabel", "{}-masklabel", prompts=True)
+
+
+def beside_targets() -> None:
+    fill(".", prompts=True)
+    fill("control")
+
+
+def diffsynth() -> None:
+    fill("after")
+    fill("before")
+    rows = "".join(f"after/{name}.png,before/{name}.png,change it\n" for name in NAMES)
+    Path("mine/metadata.csv").write_text(f"image,edit_image,prompt\n{rows}", encoding="utf-8")
+
+
+LAYOUTS: dict[str, tuple[Callable[[], None], int, str]] = {
+    "own names": (own_names, 1, "nachher has prompts, vorher none"),
+    "ai-toolkit, NAME_control": (ai_toolkit, 1, "the names of the folders"),
+    "ai-toolkit, two controls": (ai_toolkit_two, 2, "those of my_control and my_control_2 their controls"),
+    "ai-toolkit, target and control": (ai_toolkit_target, 1, ""),
+    "musubi-tuner": (musubi, 2, "images has prompts, control none"),
+    "OneTrainer": (one_trainer, 1, ""),
+    "targets beside a folder of controls": (beside_targets, 1, ""),
+    "DiffSynth-Studio": (diffsynth, 1, ""),
+}
+"""What writes them, the controls of each sample, and the reason that is given."""
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_init_and_build_read_the_same_pairs(layout: str, tiny_model: Callable[[str], Path]) -> None:
+    write, controls, why = LAYOUTS[layout]
+    write()
+    result = json.loads(run("qwen-cache", "init", "mine", "--json").stdout)
+    assert (result["samples"], result["controls"]) == (3, [controls, controls])
+    assert result["models"][0] == "Qwen/Qwen-Image-Edit-2509"
+    assert why in " ".join(result["notices"])
+    assert bool(why) == bool(result["notices"])
+    model = str(tiny_model("edit-plus"))
+    plan = json.loads(run("qwen-cache", "build", "--model", model, "--dry-run", "--json").stdout)
+    assert plan["to_encode"] == 3
+    assert plan["controls"] == [{"controls": controls, "samples": 3}]
+    assert [each["name"] for each in plan["samples"]] == [
+        f"after/{name}" if layout == "DiffSynth-Studio" else name for name in NAMES
+    ]
+    assert [each["what"] for each in plan["notices"] if why not in each["what"]] == []
+    assert len(plan["notices"]) == bool(why)
+
+
+def read(**settings: object) -> list[tuple[str, list[str], str | None]]:
+    """Each row of the source: its target, controls and mask, for either kind of model."""
+    needs: dict[str, object] = {"needs_control": False, "takes_control": True}
+    content = read_content(Path("mine"), **needs | settings)  # type: ignore[arg-type]
+    assert content.problems == []
+    return [
+        (str(row.target)[5:], [str(each)[5:] for each in row.controls], row.mask and str(row.mask)[5:])
+        for row in content.rows
+    ]
+
+
+def test_labels_are_controls_and_masks_of_their_image() -> None:
+    one_trainer()
+    assert read()[0] == ("Dune.png", ["Dune-condlabel.png"], "Dune-masklabel.png")
+    Path("mine/Dune-condlabel.txt").write_text("an image of its own", encoding="utf-8")
+    content = read_content(Path("mine"), needs_control=True)
+    assert [row.name for row in content.rows] == ["Garden", "Silk"]
+    assert {problem.what for problem in content.problems} == {
+        "the control Dune-condlabel.png (or .jpg, …) is missing, found none",
+        "the control Dune-condlabel-condlabel.png (or .jpg, …) is missing, found none",
+    }
+
+
+def test_numbered_controls_begin_at_0_and_take_the_place_of_the_plain_name() -> None:
+    musubi()
+    assert read()[2] == ("images/Silk.png", ["control/Silk_0.png", "control/Silk_1.png"], None)
+    fill("control", "{}", names=("Silk",))
+    content = read_content(Path("mine"), needs_control=True)
+    assert [row.name for row in content.rows] == ["Dune", "Garden", "Silk"]
+    assert {Path(problem.where).name for problem in content.problems} == {"Silk_0.png", "Silk_1.png"}
+
+
+def test_two_folders_with_prompts_are_two_sets() -> None:
+    fill("a", prompts=True)
+    fill("b", prompts=True)
+    assert [row[0] for row in read()] == [f"{folder}/{name}.png" for folder in "ab" for name in NAMES]
+
+
+def masks() -> None:
+    fill("img", prompts=True)
+    fill("masks")
+
+
+def sizes() -> None:
+    fill("1024", prompts=True)
+    fill("512")
+
+
+def three() -> None:
+    fill("img", prompts=True)
+    fill("raw")
+    fill("depth")
+
+
+def few() -> None:
+    fill("nachher", prompts=True)
+    fill("vorher", names=NAMES[:2])
+
+
+def known_target() -> None:
+    fill("targets", prompts=True)
+    fill("vorher")
+
+
+def no_prompts() -> None:
+    fill("nachher")
+    fill("vorher")
+
+
+QUESTIONS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "masks": (
+        masks,
+        [
+            "--targets img --controls masks",
+            "--targets img --set data.columns.mask=masks",
+            "without controls --targets img",
+        ],
+    ),
+    "sizes": (sizes, ["--targets 1024 --controls 512", "without controls --targets 1024"]),
+    "three folders": (
+        three,
+        [
+            "--targets img --controls depth",
+            "--targets img --controls raw",
+            "--targets img --controls depth --controls raw",
+            "without controls --targets img",
+        ],
+    ),
+    "two of three names": (few, ["--targets nachher --controls vorher", "without controls --targets nachher"]),
+    "one known name": (known_target, ["--targets targets --controls vorher", "without controls --targets targets"]),
+    "no prompts": (
+        no_prompts,
+        [
+            "--targets nachher --controls vorher",
+            "--targets vorher --controls nachher",
+            "without controls --targets nachher",
+            "without controls --targets vorher",
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", QUESTIONS)
+def test_what_may_mean_something_else_is_asked_with_the_options_that_decide(case: str) -> None:
+    write, options = QUESTIONS[case]
+    write()
+    for needs_control in (True, False):
+        with pytest.raises(SourceError) as caught:
+            read_content(Path("mine"), needs_control=needs_control, takes_control=True)
+        assert caught.value.what == "it is not clear which folder has the targets and which the controls"
+        assert (
+            caught.value.do
+            == f"choose one: {', or '.join(options)} (in qwen.yaml: data.columns.target, data.columns.control)"
+        )
+    if case == "no prompts":
+        return
+    result = run("qwen-cache", "init", "mine", *shlex.split(options[0]))
+    if case == "two of three names":
+        assert "the control vorher/Silk.png (or .jpg, …) is missing" in result.stderr
+        return
+    assert (result.code, load_config(Path("qwen.yaml")).data.columns) == (
+        0,
+        ColumnsConfig(target=options[0].split()[1], control=[options[0].split()[3]]),
+    )
+    assert "3 samples with 1 control image each" in result.stderr
+
+
+def test_the_message_says_what_is_in_each_folder() -> None:
+    three()
+    with pytest.raises(SourceError) as caught:
+        read_content(Path("mine"), needs_control=True)
+    assert (
+        caught.value.found == "depth (3 images, no prompts), img (3 images, with prompts), raw (3 images, no prompts)"
+    )
+
+
+def test_init_says_which_folder_has_the_targets_and_how_to_decide_otherwise() -> None:
+    own_names()
+    result = run("qwen-cache", "init", "mine")
+    images = "images of nachher are the targets, and those of vorher their controls: nachher has prompts, vorher none"
+    assert f"3 {images}: Dune, Garden, Silk\n" in result.stderr
+    assert "  → if it is the other way round: --targets vorher --controls nachher\n" in result.stderr
+    result = run("qwen-cache", "init", "mine", "--force", "--targets", "vorher", "--controls", "nachher")
+    assert "none of the 3 targets has a prompt (expected Dune.txt for Dune.png, found no .txt)" in result.stderr
+
+
+def test_a_text_to_image_model_is_told_about_the_controls() -> None:
+    own_names()
+    with pytest.raises(SourceError, match=r"a text-to-image model takes no controls .*, found vorher"):
+        read_content(Path("mine"), needs_control=False)
+    masks()
+    assert len(read_content(Path("mine"), needs_control=False).problems) > 1
+
+
+def test_controls_beside_the_folder_of_targets_are_pointed_out() -> None:
+    ai_toolkit()
+    told = "my_control is beside it: name the folder above, mine, with --targets my --controls my_control"
+    with pytest.raises(SourceError) as caught:
+        read_content(Path("mine/my"), needs_control=True)
+    assert caught.value.do == told
+    [notice] = read_content(Path("mine/my"), needs_control=False, takes_control=True).notices
+    assert str(notice) == f"1 folder of targets is read without its controls: mine/my\n  → {told}"
+
+
+def test_repeats_of_kohyas_trainers_become_weights_of_caches() -> None:
+    fill("10_my cat", prompts=True)
+    fill("3_style", prompts=True, names=NAMES[:2])
+    result = run("qwen-cache", "init", "mine")
+    assert result.code == 0
+    assert "2 folders have numbers as in kohya's trainers" in result.stderr
+    assert result.stderr.endswith(
+        "next:\n  qwen-cache build 'mine/10_my cat' --out shards-10_my_cat\n"
+        "  qwen-cache build mine/3_style --out shards-3_style\n"
+    )
+    config = load_config(Path("qwen.yaml"))
+    assert [(each.path, each.weight) for each in config.train.caches] == [
+        ("shards-10_my_cat", 10),
+        ("shards-3_style", 3),
+    ]
+    assert "cache:" not in re.findall(r"^\w+:", Path("qwen.yaml").read_text(encoding="utf-8"), re.MULTILINE)
+    [notice] = read_content(Path("mine"), needs_control=False).notices
+    assert notice.do == "`qwen-cache init` writes a cache and a weight for each folder"
+
+
+def test_most_of_a_source_is_never_proposed_to_be_skipped() -> None:
+    fill("a", prompts=True, names=NAMES[:1])
+    fill("b", names=("Rain", "Snow"))
+    result = run("qwen-cache", "init", "mine")
+    assert result.code == 2
+    assert "skip" not in result.stderr
+    assert "if folders or columns are read in another way than you mean, name them: --targets, --controls" in (
+        result.stderr
+    )
