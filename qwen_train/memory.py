@@ -406,7 +406,7 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
         parameter.data = parameter.data.to(stored)
     if train.method == "lora":
         kind, of_file = kind_of(transformer, settings), transformer.get("quantization_config") or {}
-        whole = of_file.get("modules_to_not_convert", ())
+        whole = of_file.get("modules_to_not_convert") or ()  # null in a folder that torchao or bitsandbytes saved
         quantize_blocks(model, kind, META, train.quantized_backward, offloaded=False, whole=whole)
     return model
 

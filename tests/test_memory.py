@@ -313,6 +313,9 @@ def test_a_folder_that_was_saved_quantised() -> None:
     saved = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4"}
     found = predicted({**SMALL, "quantization_config": saved}, [], RAGGED)
     assert found == predicted(SMALL, ["model.quantization=nf4"], RAGGED)
+    saved = {"quant_method": "torchao", "modules_to_not_convert": None, "quant_type": {"_type": "Int8WeightOnlyConfig"}}
+    found = predicted({**SMALL, "quantization_config": saved}, [], RAGGED)
+    assert found == predicted(SMALL, ["model.quantization=int8"], RAGGED)
     with pytest.raises(ModelError, match=r"unknown quantisation: its memory cannot be predicted \(found gguf\)"):
         predicted({**SMALL, "quantization_config": {"quant_method": "gguf"}}, [], RAGGED)
 
