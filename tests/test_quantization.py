@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -248,6 +249,20 @@ def test_one_graph_for_every_number_of_tokens(kind: Kind) -> None:
         x, upstream = torch.randn(1, tokens, WIDTH).bfloat16(), torch.randn(1, tokens, OUT).bfloat16()
         for ours, eager in zip(results(compiled, x, upstream), results(found, x, upstream), strict=True):
             assert error(ours, eager) < 2**-8 * AS_FAR
+
+
+@pytest.mark.usefixtures("one_graph")
+@pytest.mark.filterwarnings("ignore:.*autograd.function.Function.* should not be instantiated")
+@pytest.mark.parametrize("widths", [(256, 256, 256), (64, 16, 4, 90, 256)])
+def test_layers_of_equal_and_of_other_groups_are_one_graph(widths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(*each) for each in itertools.pairwise(widths)]
+    found = nn.Sequential(*linears).bfloat16().requires_grad_(False)
+    quantize(found, "int8_convrot", CPU)
+    compiled = torch.compile(found, fullgraph=True, dynamic=True, backend="aot_eager")
+    x, upstream = torch.randn(1, 40, widths[0]).bfloat16(), torch.randn(1, 40, widths[-1]).bfloat16()
+    for ours, eager in zip(results(compiled, x, upstream), results(found, x, upstream), strict=True):
+        assert error(ours, eager) < 2**-8 * AS_FAR
 
 
 def test_rotated_is_an_orthogonal_map() -> None:

@@ -149,7 +149,8 @@ def _by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`[M, K]` in 8 bits, and a float32 scale for each row, `[M, 1]`."""
     x = x.float()
     top = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = (x.abs().amax(1, keepdim=True) / top).clamp(min=SMALLEST_SCALE)
+    smallest = 1e-30  # SMALLEST_SCALE: of a global number dynamo makes an input, which a second layer cannot reach
+    scale = (x.abs().amax(1, keepdim=True) / top).clamp(min=smallest)
     x = x / scale
     return (x.round() if dtype == torch.int8 else x).to(dtype), scale
 
@@ -176,18 +177,23 @@ def hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return result
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _constant(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The matrix as a constant of a graph."""
-    return hadamard(size, device, dtype)
+@torch.library.custom_op("qwen_cache::hadamard", mutates_args=())
+def _in_graph(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The matrix for a graph of several layers, in which it is one operation; torch takes what that returns as new."""
+    return hadamard(size, device, dtype).clone()
+
+
+@_in_graph.register_fake
+def _(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.empty(size, size, device=device, dtype=dtype)
 
 
 def rotated(x: Tensor, group: int) -> Tensor:
     """Each group of columns times ConvRot's matrix; its own inverse. Nothing without a group."""
     if not group:
         return x
-    matrix: Tensor = _constant(group, x.device, x.dtype)
-    return (x.reshape(-1, group) @ matrix).view(x.shape)
+    matrix_of = _in_graph if torch.compiler.is_compiling() else hadamard
+    return (x.reshape(-1, group) @ matrix_of(group, x.device, x.dtype)).view(x.shape)
 
 
 class QuantizedLinear(PackedLinear):
