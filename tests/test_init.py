@@ -202,7 +202,7 @@ def test_a_source_that_cannot_be_used_writes_nothing() -> None:
     result = run("qwen-cache", "init", "nothing")
     assert result.code == 2
     assert result.stderr.startswith("error: nothing: there is no such source")
-    write_data({"a": 1})
+    write_data({"a": 1, "c": 1})
     with Path("data/metadata.jsonl").open("a") as table:
         table.write('{"file_name": "b.png", "control_images": ["a.png"], "prompt": "x"}\n')
     result = run("qwen-cache", "init")
@@ -215,7 +215,8 @@ def test_a_source_that_cannot_be_used_writes_nothing() -> None:
     assert run("qwen-cache", "init", "--set", "data.on_error=skip").code == 0
     assert written()[0].data.on_error == "skip"
     Path("qwen.yaml").unlink()
-    Path("data/a.png").write_bytes(b"no image")
+    for name in "ac":
+        Path(f"data/{name}.png").write_bytes(b"no image")
     result = run("qwen-cache", "init", "--set", "data.on_error=skip")
     assert "error: data: no image of this source can be read (found data/a.png)" in result.stderr
     assert not Path("qwen.yaml").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources.detect import read_content
 
 from .support.commands import run
+from .support.fake_lanes import FakeLanes
 
 NAMES = ("Dune", "Garden", "Silk")
 
@@ -97,7 +99,9 @@ LAYOUTS: dict[str, tuple[Callable[[], None], int, str]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_and_build_read_the_same_pairs(layout: str, tiny_model: Callable[[str], Path]) -> None:
+def test_init_and_build_read_the_same_pairs(
+    layout: str, tiny_model: Callable[[str], Path], fast: list[FakeLanes]
+) -> None:
     write, controls, why = LAYOUTS[layout]
     write()
     result = json.loads(run("qwen-cache", "init", "mine", "--json").stdout)
@@ -114,6 +118,9 @@ def test_init_and_build_read_the_same_pairs(layout: str, tiny_model: Callable[[s
     ]
     assert [each["what"] for each in plan["notices"] if why not in each["what"]] == []
     assert len(plan["notices"]) == bool(why)
+    assert run("qwen-cache", "build", "--model", model).code == 0
+    again = json.loads(run("qwen-cache", "build", "--model", model, "--dry-run", "--json").stdout)
+    assert (again["cached"], again["to_encode"]) == (3, 0)
 
 
 def read(**settings: object) -> list[tuple[str, list[str], str | None]]:
@@ -142,7 +149,7 @@ def test_labels_are_controls_and_masks_of_their_image() -> None:
 def test_numbered_controls_begin_at_0_and_take_the_place_of_the_plain_name() -> None:
     musubi()
     assert read()[2] == ("images/Silk.png", ["control/Silk_0.png", "control/Silk_1.png"], None)
-    fill("control", "{}", names=("Silk",))
+    fill("control", "{}", names=("Silk",))  # then the numbered ones belong to no target
     content = read_content(Path("mine"), needs_control=True)
     assert [row.name for row in content.rows] == ["Dune", "Garden", "Silk"]
     assert {Path(problem.where).name for problem in content.problems} == {"Silk_0.png", "Silk_1.png"}
@@ -243,6 +250,30 @@ def test_what_may_mean_something_else_is_asked_with_the_options_that_decide(case
     assert "3 samples with 1 control image each" in result.stderr
 
 
+def test_a_known_folder_of_targets_is_read_alone_where_no_control_is_stated() -> None:
+    known_target()
+    content = read_content(Path("mine"), needs_control=False, takes_control=True, no_control="allowed")
+    assert [len(row.controls) for row in content.rows] == [0, 0, 0]
+
+
+def test_folders_of_masks_and_prompts_that_are_named_are_no_controls() -> None:
+    fill("img", prompts=True)
+    fill("raw")
+    fill("masks")
+    assert read(columns=ColumnsConfig(mask="masks"))[0] == ("img/Dune.png", ["raw/Dune.png"], "masks/Dune.png")
+    for name in NAMES:
+        for folder in ("img", "raw"):
+            path = Path("mine/texts", folder, f"{name}.txt")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("a set of its own", encoding="utf-8")
+            Path("mine/img", f"{name}.txt").unlink(missing_ok=True)
+    shutil.rmtree("mine/masks")
+    columns = ColumnsConfig(prompt="texts")
+    assert [row[0] for row in read(columns=columns)] == [
+        f"{folder}/{name}.png" for folder in ("img", "raw") for name in NAMES
+    ]
+
+
 def test_the_message_says_what_is_in_each_folder() -> None:
     three()
     with pytest.raises(SourceError) as caught:
@@ -280,12 +311,28 @@ def test_controls_beside_the_folder_of_targets_are_pointed_out() -> None:
     assert str(notice) == f"1 folder of targets is read without its controls: mine/my\n  → {told}"
 
 
+def test_controls_with_known_names_beside_the_folder_of_targets_are_pointed_out() -> None:
+    ai_toolkit_target()
+    [notice] = read_content(Path("mine/target"), needs_control=False, takes_control=True).notices
+    assert notice.do == "control is beside it: name the folder above, mine, with --targets target --controls control"
+
+
+def test_a_name_that_nearly_agrees_is_a_problem_of_its_pair() -> None:
+    own_names()
+    Path("mine/vorher/Dune.png").rename("mine/vorher/DUNE.png")
+    content = read_content(Path("mine"), needs_control=True)
+    assert [row.name for row in content.rows] == ["Garden", "Silk"]
+    [problem] = content.problems
+    assert problem.what == "the control vorher/Dune.png (or .jpg, …) is missing; did you mean vorher/DUNE.png?"
+
+
 def test_repeats_of_kohyas_trainers_become_weights_of_caches() -> None:
     fill("10_my cat", prompts=True)
     fill("3_style", prompts=True, names=NAMES[:2])
     result = run("qwen-cache", "init", "mine")
     assert result.code == 0
-    assert "2 folders have numbers as in kohya's trainers" in result.stderr
+    assert "2 folders have numbers that kohya's trainers read as repeats" in result.stderr
+    assert "train.caches has a cache for each folder, with its number as the weight\n" in result.stderr
     assert result.stderr.endswith(
         "next:\n  qwen-cache build 'mine/10_my cat' --out shards-10_my_cat\n"
         "  qwen-cache build mine/3_style --out shards-3_style\n"
@@ -298,6 +345,7 @@ def test_repeats_of_kohyas_trainers_become_weights_of_caches() -> None:
     assert "cache:" not in re.findall(r"^\w+:", Path("qwen.yaml").read_text(encoding="utf-8"), re.MULTILINE)
     [notice] = read_content(Path("mine"), needs_control=False).notices
     assert notice.do == "`qwen-cache init` writes a cache and a weight for each folder"
+    assert read_content(Path("mine/3_style"), needs_control=False).notices == ()
 
 
 def test_most_of_a_source_is_never_proposed_to_be_skipped() -> None:

@@ -161,6 +161,8 @@ def init(
     console().print(f"wrote {plain(out)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
     for notice in survey.notices:
         console().print(str(notice), markup=False)
+    if survey.repeats:
+        console().print("train.caches has a cache for each folder, with its number as the weight", markup=False)
     if survey.smaller and survey.controls[1]:
         console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
     console().print("\n".join(["next:", *(f"  {each}" for each in follow)]), markup=False)
@@ -173,10 +175,10 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
     from qwen_cache.sources.detect import advice, read_content, reading
     from qwen_cache.sources.layouts import repeats_of
     from qwen_cache.sources.places import open_folder
-    from qwen_cache.storage.remote import location
+    from qwen_cache.storage.remote import is_remote, location
 
-    source = config.data.source
-    content = read_content(location(source), **reading(config.data, model) | {"allow_empty_prompt": True})
+    source, place = config.data.source, location(config.data.source)
+    content = read_content(place, **reading(config.data, model) | {"allow_empty_prompt": True})
     rows, problems = content.rows, content.problems
     print_problems(problems, rest="`qwen-cache build --dry-run --json` lists all")
     if not rows or (problems and config.data.on_error == "stop"):
@@ -189,7 +191,7 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
         raise SourceError("no image of this source can be read", where=source, found=str(targets[0]))
     counts, kind = [len(row.controls) for row in rows], _kind(rows[0], source)
     is_numbered = kind == IMAGES and not max(counts) and config.data.columns == ColumnsConfig()
-    repeats = repeats_of(open_folder(location(source))) if is_numbered else {}
+    repeats = repeats_of(open_folder(place)) if is_numbered and not is_remote(place) else {}
     return Survey(
         kind=kind,
         samples=len(rows),

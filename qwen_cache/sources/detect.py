@@ -301,10 +301,10 @@ def read_drafts(
 def advice(problems: int, rows: int, skip: str) -> str:
     """Advice about the problems of a source beside its usable `rows`, which `skip` would leave.
 
-    Where most is a problem, the source is probably read in another way than it is meant, and to skip would hide that.
+    Where half is a problem, the source is probably read in another way than it is meant, and to skip would hide that.
     """
     it, their = ("it", "its row") if problems == 1 else ("them", "their rows")
-    if problems <= rows:
+    if problems < rows:
         return f"fix {it}, or skip {their} with {skip}"
     return f"fix {it}; if folders or columns are read in another way than you mean, name them: --targets, --controls"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from qwen_cache.errors import Notice, SourceError
-from qwen_cache.sources.places import IMAGE_EXTENSIONS, Folder
+from qwen_cache.sources.places import IMAGE_EXTENSIONS, Folder, overlooked
 from qwen_cache.sources.rows import NO_CONTROL_AT_ALL, Needs, check_named, given, setting
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import shell_line
@@ -111,14 +111,16 @@ def find_layout(folder: Folder, needs: Needs) -> Layout:
     """
     named = _named(folder, needs)
     folders, notices = _by_name(folder, named), tuple[Notice, ...]()
-    is_open = "target" not in named and named.get("control") != [] and (needs.target or not folders["control"])
-    if is_open and not all(folders.values()):
-        folders, notices = _by_files(folder, folders, needs)
+    is_open = not {"target", "prompt"} & named.keys() and named.get("control") != []
+    if is_open and not all(folders.values()) and (needs.target or not folders["control"]):
+        folders, notices = _by_files(folder, folders, needs, named.get("mask", []))
     target = next(iter(folders["target"]), ".")
-    has_labels = "control" not in named and needs.takes_control and not folders["control"] and _labelled(folder, target)
+    mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
+    may_have_labels = "control" not in named and needs.takes_control and not folders["control"]
+    has_labels = may_have_labels and _labelled(folder, target, prompt or target)
     reads_controls = needs.control or folders["control"] or (needs.to_generate and needs.takes_control)
     if not needs.target and not folders["target"] and reads_controls and not has_labels:
-        return Layout("", tuple(folders["control"]), prompt=next(iter(named.get("prompt", [])), None))
+        return Layout("", tuple(folders["control"]), prompt=prompt)
     for role in KNOWN if needs.some_control and not has_labels else ():
         if not folders[role]:
             beside = None if folders["control"] else _controls_beside(folder)
@@ -142,7 +144,6 @@ def find_layout(folder: Folder, needs: Needs) -> Layout:
         )
     if not (folders["control"] or has_labels or "control" in named):
         notices += tuple(_of_text_to_image(folder, target, needs))
-    mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
     return Layout(target, tuple(folders["control"]), mask, prompt, has_labels, notices)
 
 
@@ -194,14 +195,14 @@ def _is_below(folder: Folder, name: str) -> bool:
 
 
 def _by_files(
-    folder: Folder, folders: dict[str, list[str]], needs: Needs
+    folder: Folder, folders: dict[str, list[str]], needs: Needs, masks: list[str]
 ) -> tuple[dict[str, list[str]], tuple[Notice, ...]]:
     """The folders of targets and of controls, of which one role or none has a known name; SourceError if unclear."""
     if not folder.folders:
         return folders, ()
-    groups = _groups(folder)
+    groups = {name: group for name, group in _groups(folder).items() if name not in masks}
     controls = [groups[name] for name in folders["control"] if name in groups]
-    if controls and _share(_outside(folder, folders["control"]), controls[0]) >= LIKE_PAIRS:
+    if controls and _share(_outside(folder, folders["control"] + masks), controls[0]) >= LIKE_PAIRS:
         return folders | {"target": ["."]}, ()
     targets = [groups[name] for name in folders["target"] if name in groups]
     free = [each for each in groups.values() if each not in controls and each not in targets]
@@ -231,7 +232,8 @@ def _by_files(
         names = folders["control"] or [other.name]
         why = f"{owner.name} has prompts, {' and '.join(names)} none"
         return {"target": [owner.name], "control": names}, (_paired(owner, names, why),)
-    if not needs.takes_control or not (owners or needs.prompt or needs.some_control):
+    is_stated = not needs.takes_control or (targets and needs.no_control == "allowed")
+    if is_stated or not (owners or needs.prompt or needs.some_control):
         return folders, ()
     raise SourceError(
         "it is not clear which folder has the targets and which the controls",
@@ -268,11 +270,15 @@ def _outside(folder: Folder, others: list[str]) -> Group:
 
 
 def _share(owner: Group, other: Group) -> float:
-    """The share of the names of `owner` that `other` has, numbered or not."""
+    """The share of the names of `owner` that `other` has, numbered or not.
+
+    Names that differ in what people overlook count: they are problems of their rows, with the right name.
+    """
     names = set(other.images)
     for pattern in (ENDING, NUMBERED):
         names |= {match[1] for match in map(pattern.fullmatch, other.images) if match}
-    targets = {name for name in owner.images if name in owner.texts or not LABEL.fullmatch(name)}
+    names = set(map(overlooked, names))
+    targets = {overlooked(name) for name in owner.images if name in owner.texts or not LABEL.fullmatch(name)}
     return len(targets & names) / max(1, len(targets))
 
 
@@ -316,13 +322,12 @@ def _option(target: str, *controls: str) -> str:
 # ---- other trainers --------------------------------------------------------------------------------------------------
 
 
-def _labelled(folder: Folder, target: str) -> bool:
-    """True if a target has a control beside it, as NAME-condlabel."""
-    names = folder.below(target)
-    stems = {posixpath.splitext(name)[0] for name in names if _is_image(name)}
-    texts = {posixpath.splitext(name)[0] for name in names if name.lower().endswith(".txt")}
-    labels = ((stem, LABEL.fullmatch(stem)) for stem in stems - texts)
-    return any(match and match[2] == "condlabel" and match[1] in stems for _, match in labels)
+def _labelled(folder: Folder, target: str, prompt: str) -> bool:
+    """True if a target has a control beside it, as NAME-condlabel, without a prompt of its own."""
+    stems = {posixpath.splitext(name)[0] for name in folder.below(target) if _is_image(name)}
+    labels = {stem: match[1] for stem in stems if (match := LABEL.fullmatch(stem)) and match[2] == "condlabel"}
+    prompts = {name for name in folder.below(prompt) if name.lower().endswith(".txt")} if labels else set()
+    return any(name in stems and f"{stem}.txt" not in prompts for stem, name in labels.items())
 
 
 def _is_image(name: str) -> bool:
@@ -338,12 +343,15 @@ def repeats_of(folder: Folder) -> dict[str, int]:
 
 
 def _controls_beside(folder: Folder) -> str | None:
-    """The options that read a folder with the controls beside it, as `NAME_control`."""
+    """The options that read a folder of targets with the controls in a folder beside it, as `NAME_control`."""
     if is_remote(folder.path) or not folder.path.resolve().name:
         return None
     path = folder.path.resolve()
-    name = f"{path.name}_control"
-    if not (path.parent / name).is_dir():
+    names = [f"{path.name}_control"]
+    if path.name.lower() in (*TARGET_FOLDERS, *PAIRED_TARGET_FOLDERS):
+        names += [*CONTROL_FOLDERS, *PAIRED_CONTROL_FOLDERS]
+    name = next((name for name in names if (path.parent / name).is_dir()), None)
+    if name is None:
         return None
     above = shell_line([str(folder.path.parent if folder.path.name else path.parent)])
     return f"{name} is beside it: name the folder above, {above}, with {_option(path.name, name)}"
@@ -351,8 +359,8 @@ def _controls_beside(folder: Folder) -> str | None:
 
 def _of_text_to_image(folder: Folder, target: str, needs: Needs) -> Iterator[Notice]:
     """Facts that another trainer would have read in a folder without controls."""
-    if target == "." and (repeats := repeats_of(folder)):
-        what = "folders have numbers as in kohya's trainers, for how often their images come in an epoch: not so here"
+    if target == "." and len(repeats := repeats_of(folder)) > 1:
+        what = "folders have numbers that kohya's trainers read as repeats; here each image comes once per epoch"
         do = "`qwen-cache init` writes a cache and a weight for each folder"
         yield Notice(what, tuple(repeats)[:3], do, len(repeats))
     if needs.takes_control and (beside := _controls_beside(folder)):

@@ -331,7 +331,7 @@ def _common_problem(
     ):
         found = ", ".join(some[:3]) or "nothing"
         what += f"control (expected {stem}.png for {first}, found {found})"
-        return Problem(str(folder.path / layout.controls[0]), what, "give each control the name of its target")
+        return Problem(str(folder.path / layout.controls[0]), what, CONTROL_NAMES)
     if needs.prompt and not any(name in prompts for name in targets):
         beside = folder.below(layout.prompt or layout.target)
         others = [name for name in beside if posixpath.splitext(name)[1].lower() in OTHER_PROMPTS]
@@ -344,6 +344,9 @@ def _common_problem(
     return None
 
 
+CONTROL_NAMES = (
+    "give each control the name of its target, and further ones NAME_control_1, …; or all of them NAME_0, NAME_1, …"
+)
 OTHER_PROMPTS = (".caption", ".cap", ".tags")
 """Endings that other tools give to text files with captions."""
 
@@ -361,8 +364,9 @@ def _owner(
         return None, 0
     numbered = NUMBERED.fullmatch(name)
     if numbered and numbered[1] in targets and numbered[1] not in beside:
-        first = f"{numbered[1]}_{'0' * len(numbered[2])}"
-        return (numbered[1], int(numbered[2])) if first in beside else (None, 0)
+        owner, number = numbered.groups()
+        if f"{owner}_{'0' * len(number)}" in beside:
+            return owner, int(number)
     return _further(name, targets)
 
 
