@@ -289,8 +289,12 @@ def test_init_says_which_folder_has_the_targets_and_how_to_decide_otherwise() ->
     images = "images of nachher are the targets, and those of vorher their controls: nachher has prompts, vorher none"
     assert f"3 {images}: Dune, Garden, Silk\n" in result.stderr
     assert "  → if it is the other way round: --targets vorher --controls nachher\n" in result.stderr
+    Path("mine/vorher/other.png").write_bytes(Path("mine/vorher/Dune.png").read_bytes())
+    result = run("qwen-cache", "init", "mine", "--force")
+    assert result.code == 2
+    assert f"3 {images}: Dune, Garden, Silk\n" in result.stderr
     result = run("qwen-cache", "init", "mine", "--force", "--targets", "vorher", "--controls", "nachher")
-    assert "none of the 3 targets has a prompt (expected Dune.txt for Dune.png, found no .txt)" in result.stderr
+    assert "none of the 4 targets has a prompt (expected Dune.txt for Dune.png, found no .txt)" in result.stderr
 
 
 def test_a_text_to_image_model_is_told_about_the_controls() -> None:

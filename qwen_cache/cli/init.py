@@ -182,6 +182,8 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
     rows, problems = content.rows, content.problems
     print_problems(problems, rest="`qwen-cache build --dry-run --json` lists all")
     if not rows or (problems and config.data.on_error == "stop"):
+        for notice in content.notices:  # which folder was taken for the targets may be the reason
+            console().print(str(notice), markup=False)
         do = advice(len(problems), len(rows), "--set data.on_error=skip")
         what = "some rows of this source cannot be used" if rows else "no row of this source can be used"
         raise SourceError(what, where=source, do=do)
