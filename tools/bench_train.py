@@ -8,7 +8,7 @@
     padded           qwen-train with its defaults, batches of --batch-size
     packed           the packed layout
     no checkpointing activations kept
-    int8, fp8        quantised base weights (`pip install '.[quantization]'`)
+    int8, fp8        quantised base weights
     compiled         torch.compile, block by block
 
 All train a LoRA of rank 16 on edits of --side² pixels with one control; each way is a process of its own, the ways

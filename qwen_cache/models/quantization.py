@@ -256,7 +256,7 @@ def apply(function: Any, *arguments: Any) -> Tensor:
 def _dtype_of(x: Tensor) -> torch.dtype:
     """The dtype of products: autocast's, else that of the input."""
     kind = x.device.type
-    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    enabled = kind != "meta" and torch.is_autocast_enabled(kind)  # "meta" has no autocast
     return torch.get_autocast_dtype(kind) if enabled else x.dtype
 
 
