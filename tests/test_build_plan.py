@@ -94,9 +94,10 @@ def test_a_text_longer_than_the_rope_table_is_refused_and_left_out_of_a_cache(
 
 
 def test_images_with_a_profile_that_is_not_srgb_are_counted(
-    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
+    pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each time, though images that have not changed are not decoded again."""
+    monkeypatch.setattr("qwen_cache.storage.remembered.SETTLED_NS", -(10**13))  # as after two seconds
     for name, space in (("target_images/cat", "XYZ"), ("control_images/cup", "LAB"), ("target_images/flower", "sRGB")):
         profile = ImageCms.ImageCmsProfile(ImageCms.createProfile(space)).tobytes()  # type: ignore[arg-type]
         with Image.open(pairs / f"{name}.png") as image:
