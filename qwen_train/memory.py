@@ -204,9 +204,7 @@ def _of_layers(
 ) -> tuple[int, ...]:
     """The values of `Memory`, and what the optimizer's update and the image take: each is linear in the layers, their
     maximum is not. They take a second, so they are remembered: a plan asks for the same more than once."""
-    image_settings = settings.validation.true_cfg_scale if image else None
-    asked = (settings.model.quantization, settings.train, settings.optimizer, image_settings)
-    key = repr((layers, transformer, *asked, batch, device, image))
+    key = repr((layers, transformer, settings, batch, device, image))
     if key in _predicted:
         return _predicted[key]
     model = training_model(on_meta({**transformer, "num_layers": layers}, settings), settings, device)
@@ -407,7 +405,7 @@ def on_meta(transformer: dict[str, Any], settings: Config) -> Any:
     if train.method == "lora":
         kind, of_file = kind_of(transformer, settings), transformer.get("quantization_config") or {}
         whole = of_file.get("modules_to_not_convert") or ()  # null in a folder that torchao or bitsandbytes saved
-        quantize_blocks(model, kind, META, train.quantized_backward, offloaded=False, whole=whole)
+        quantize_blocks(model, kind, META, train.quantized_backward, offloaded=False, skip=whole)
     return model
 
 

@@ -131,15 +131,15 @@ def quantize_blocks(
     backward_in_8_bits: bool = True,
     *,
     offloaded: bool,
-    whole: Sequence[str] = (),
+    skip: Sequence[str] = (),
 ) -> None:
     """Quantise the linear layers of a loaded transformer's blocks on `device`, where they stay unless `offloaded`.
 
     Its weights are mapped files until then, so host memory never holds them all. What is outside the blocks is about a
-    percent of the weights, through which every token passes. `whole` names layers of every block to leave.
+    percent of the weights, through which every token passes. `skip` names layers of every block to leave.
     """
     if kind != "none":
-        options: dict[str, Any] = {"few_rows": FEW_ROWS, "whole": whole, "backward_in_8_bits": backward_in_8_bits}
+        options: dict[str, Any] = {"few_rows": FEW_ROWS, "skip": skip, "backward_in_8_bits": backward_in_8_bits}
         quantize(transformer.transformer_blocks, kind, device, **options, to=CPU if offloaded else None)
 
 

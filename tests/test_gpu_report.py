@@ -50,9 +50,16 @@ NOT_THERE = {
         )
     },
     **{
-        ("block", f"block of {model}, compiled, forward{more}"): "no Triton"
+        ("block", f"block of {model}, compiled{kind}, forward{more}"): "no Triton"
         for model in ("Qwen-Image", "Qwen-Image-2.1")
+        for kind in ("", ", int8_convrot", ", fp8_w8a8")
         for more in ("", " and backward")
+    },
+    ("step/products", "bf16, compiled"): "no Triton",
+    **{
+        ("step/products", f"{kind}, compiled{more}"): "no Triton"
+        for kind in ("int8_convrot", "fp8_w8a8")
+        for more in ("", ", backward in bf16")
     },
     **{("attention", kernel): "found no CUDA GPU" for kernel in ("cuDNN", "FlashAttention-3")},
 }

@@ -95,7 +95,7 @@ LAYOUTS: dict[str, tuple[Callable[[], None], int, str]] = {
     "targets beside a folder of controls": (beside_targets, 1, ""),
     "DiffSynth-Studio": (diffsynth, 1, ""),
 }
-"""What writes them, the controls of each sample, and the reason that is given."""
+"""The function that writes each, its controls per sample, and the reason that is given."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

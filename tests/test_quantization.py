@@ -175,6 +175,16 @@ def test_int8_products_are_exact(rows: int) -> None:
     assert torch.equal(found.double(), numbers.double() @ weight.double().t() * of_row.double())
 
 
+@pytest.mark.parametrize("rows", [1, 32, 40])
+def test_the_operator_gets_rows_that_cublas_takes(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than 16, and a multiple of 32; the CPU's own takes any."""
+    taken, multiply = [], torch._int_mm
+    monkeypatch.setattr(quantization, "has_products", lambda _: True)
+    monkeypatch.setattr(torch, "_int_mm", lambda a, b: taken.append(len(a)) or multiply(a, b))
+    results(layers("int8_convrot")[0], torch.randn(rows, WIDTH), torch.randn(rows, OUT))
+    assert taken == [-(-rows // 32) * 32] * 2, "forward and backward"
+
+
 @pytest.mark.usefixtures("products_of")
 @pytest.mark.parametrize("rows", [7, 64])
 def test_fp8_products_sum_in_float32(rows: int) -> None:

@@ -386,7 +386,7 @@ def test_the_memory_plan_counts_what_the_file_stores() -> None:
 def test_the_memory_plan_counts_int8_files_that_are_quantised_in_part(
     tmp_path: Path, model: Path, config: dict[str, Any], kept: str
 ) -> None:
-    """Of two blocks one is not quantised, or a layer of both."""
+    """One of two blocks is not quantised, or a layer of both."""
     path = tmp_path / "a.safetensors"
     write(path, model, "convrot")
     stored, plain = load_file(path), load_file(next((model / "transformer").glob("*.safetensors")))

@@ -483,7 +483,7 @@ class LiveBytes(TorchDispatchMode):
         self.now, self.peak = 0, 0
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
         self.layouts: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-        """Of the new tensor, by function and arguments."""
+        """The layout of the new tensor, by function and arguments."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.extras import install_command
+from qwen_cache.models.single_file import CONVROT_GROUPS
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
 
@@ -36,8 +37,6 @@ EIGHT_BITS = {
 """The dtype of the numbers of each kind with 8 bits."""
 PRODUCTS = ("int8_convrot", "fp8_w8a8")
 """The kinds that multiply in 8 bits."""
-GROUPS = (256, 64, 16, 4)
-"""The sizes of ConvRot's groups of columns: powers of 4, for which there is a matrix."""
 NF4_BLOCK = 64
 """Weights that share a scale."""
 PIECE = 1 << 24
@@ -75,17 +74,17 @@ def quantize(
     device: torch.device,
     *,
     few_rows: Collection[str] = (),
-    whole: Collection[str] = (),
+    skip: Collection[str] = (),
     backward_in_8_bits: bool = True,
     to: torch.device | None = None,
 ) -> None:
     """Quantise every `nn.Linear` in `layers` in place, on `device`, and leave it there, or move it `to` another one.
 
     Layers with a part of `few_rows` in their name never multiply in 8 bits: they have a row for each sample. Those in
-    `whole`, by their names without the number of a block, stay as they are.
+    `skip`, by their names without the number of a block, stay as they are.
     """
     for name, linear in list(layers.named_modules()):
-        if type(linear) is not nn.Linear or name.partition(".")[2] in whole:
+        if type(linear) is not nn.Linear or name.partition(".")[2] in skip:
             continue
         weight = linear.weight.detach()
         pieces = (weight[rows].to(device) for rows in row_pieces(*weight.shape))
@@ -157,7 +156,7 @@ def _by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def group_size(columns: int) -> int:
     """The largest of ConvRot's groups that divides a weight's columns; 0 for no rotation."""
-    return next((size for size in GROUPS if columns % size == 0), 0)
+    return max((size for size in CONVROT_GROUPS if columns % size == 0), default=0)
 
 
 @functools.cache
@@ -296,14 +295,14 @@ class _EightBitProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(weight, scale)
         ctx.in_8_bits = backward_in_8_bits
-        output = _product(x.flatten(0, -2), weight.t(), scale).view(*x.shape[:-1], len(weight))
+        output = _product(x.reshape(-1, x.shape[-1]), weight.t(), scale).view(*x.shape[:-1], len(weight))
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,), (weight, scale) = gradients, ctx.saved_tensors
         if ctx.in_8_bits:
-            by_row = (gradient.float() * scale).flatten(0, -2)
+            by_row = (gradient.float() * scale).reshape(-1, len(scale))
             by_column = weight.t().contiguous().t()  # the layout that tensor cores take, for a moment
             of_x = _product(by_row, by_column, None, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
         else:

@@ -71,7 +71,7 @@ class Layout:
     has_labels: bool = False
     """True if the controls are beside the targets, as NAME-condlabel."""
     notices: tuple[Notice, ...] = ()
-    """What was recognised by the files, and how to decide otherwise."""
+    """The reading that the files decided, and the options that decide otherwise."""
 
     @property
     def others(self) -> tuple[str, ...]:

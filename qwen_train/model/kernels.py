@@ -72,7 +72,7 @@ def backward(kernel: Kernel, inputs: Sequence[Tensor], extent: Extent) -> tuple[
 _failed: set[Kernel] = set()
 """The kernels that have failed in this process."""
 FAILURES = (RuntimeError, TypeError, ImportError, AttributeError)
-"""What torch raises for a kernel that it lacks or that refuses its inputs, and another version of a package."""
+"""The errors of a kernel that torch lacks or that refuses its inputs, and of another version of a package."""
 
 
 def _give_up(kernel: Kernel, error: Exception) -> None:

@@ -33,6 +33,7 @@ from tests.support import transformer_21_judge as judge_21
 from tests.support import transformer_judge as judge
 from tests.support.judge import AS_FAR
 from tests.support.marks import slow
+from tests.support.transformer_judge import adapted
 
 CPU = torch.device("cpu")
 Calls = list[list[Segment]]
@@ -436,13 +437,6 @@ JUDGES: dict[str, Any] = {
     "20B": (judge, judge.LORA, [judge.MIXED, judge.COUNTS[1:2], judge.SWAPPED]),
     "2.1": (judge_21, judge_21.LORA_21, [judge_21.MIXED_21, judge_21.COUNTS_21[2:3], judge_21.SWAPPED_21]),
 }
-
-
-def adapted(model: Any, lora: Any) -> Any:
-    model.requires_grad_(False)
-    torch.manual_seed(0)
-    model.add_adapter(lora)
-    return model
 
 
 @pytest.mark.parametrize(

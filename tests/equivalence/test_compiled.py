@@ -27,7 +27,7 @@ from tests.support import transformer_21_judge as judge_21
 from tests.support import transformer_judge as judge
 from tests.support.marks import slow
 from tests.support.paths import load_tool
-from tests.support.transformer_judge import assert_equal
+from tests.support.transformer_judge import adapted, assert_equal
 
 pytestmark = [
     pytest.mark.skipif(
@@ -47,13 +47,6 @@ CASES = {
     ],
 }
 JUDGES: dict[str, Any] = {"20B": (judge, judge.LORA), "2.1": (judge_21, judge_21.LORA_21)}
-
-
-def adapted(model: Any, lora: Any) -> Any:
-    model.requires_grad_(False)
-    torch.manual_seed(0)
-    model.add_adapter(lora)
-    return model
 
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
@@ -123,7 +116,7 @@ def test_a_call_of_the_stock_model_is_not_compiled() -> None:
 
 @pytest.mark.slow
 def test_a_recomputed_block_keeps_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is as large as `attention_bytes` says, by which a run decides whether it fits."""
+    """A run decides by `attention_bytes` whether it fits."""
     kept, forward = [], segments._forward
 
     def counted(*inputs: Any) -> Any:

@@ -55,6 +55,14 @@ def stock_model(**config: Any) -> QwenImageTransformer2DModel:
     return model
 
 
+def adapted(model: Any, lora: LoraConfig) -> Any:
+    """The frozen model with an adapter of fixed weights."""
+    model.requires_grad_(False)
+    torch.manual_seed(0)
+    model.add_adapter(lora)
+    return model
+
+
 def multi_res_model(stock: QwenImageTransformer2DModel, layout: str = "padded") -> QwenImageMultiResTransformer2DModel:
     model = QwenImageMultiResTransformer2DModel.from_config(stock.config)
     model.load_state_dict(stock.state_dict())

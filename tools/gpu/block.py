@@ -7,6 +7,7 @@ Its backward pass computes the gradients of the LoRA and of both rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -28,6 +29,13 @@ TOWERS = {"Qwen2.5-VL": (1280, 14, 74), "Qwen3-VL": (1152, 16, 64)}
 """Width, side of a patch in pixels, and patches along each side of an image of a megapixel."""
 CHANNELS, FRAMES = 3, 2
 BLOCKS = {"Qwen-Image": "20b", "Qwen-Image-2.1": "2.1"}
+WAYS = {
+    "eager": ("train.compile=false",),
+    "compiled": ("train.compile=true",),
+    "compiled, int8_convrot": ("train.compile=true", "model.quantization=int8_convrot"),
+    "compiled, fp8_w8a8": ("train.compile=true", "model.quantization=fp8_w8a8"),
+}
+"""How a block computes, and the settings for it."""
 ROWS = {"20b": 2, "2.1": 1}
 """The rows of tokens that a block takes: image and text, or both in one."""
 REPEATS = {"least": 10, "most": 30, "budget": 5.0, "warm_up": 5}
@@ -39,10 +47,10 @@ def cases(part: str, card: Card) -> Cases:
             name = "convolution" if how is nn.Conv3d else "product"
             yield f"patch embedding of {tower}, {name}", partial(patch_embedding, how, tower, card)
     for name, family in BLOCKS.items():
-        for compiled in (False, True):
+        for ways, settings in WAYS.items():
             for backward in (False, True):
-                title = f"block of {name}, {'compiled' if compiled else 'eager'}, forward{' and backward' * backward}"
-                yield title, partial(block, family, card, compiled=compiled, backward=backward)
+                title = f"block of {name}, {ways}, forward{' and backward' * backward}"
+                yield title, partial(block, family, card, settings, backward=backward)
 
 
 @torch.no_grad()
@@ -58,10 +66,10 @@ def patch_embedding(how: type[nn.Conv3d], tower: str, card: Card) -> Row:
     return {"tflop": needed, **row, "tflops": needed / row["seconds"], **peaks(card)}
 
 
-def block(family: str, card: Card, *, compiled: bool, backward: bool) -> Row:
+def block(family: str, card: Card, ways: Sequence[str], *, backward: bool) -> Row:
     """The first of two blocks, on the row of an edit at 1024² with one control."""
     forget(card)
-    chosen = ["train.gradient_checkpointing=false", f"train.compile={str(compiled).lower()}"]
+    chosen = ["train.gradient_checkpointing=false", *ways]
     settings = with_layout(load_config(None, chosen), card.device)
     check(settings, card)
     config, sample = models.config_of(family, card, 2), models.edit(family, card, *SQUARE)
