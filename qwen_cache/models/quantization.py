@@ -151,7 +151,7 @@ def _by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     smallest = 1e-30  # SMALLEST_SCALE: of a global number dynamo makes an input, which a second layer cannot reach
     scale = (x.abs().amax(1, keepdim=True) / top).clamp(min=smallest)
     x = x / scale
-    return (x.round() if dtype == torch.int8 else x).to(dtype), scale
+    return (x.round_() if dtype == torch.int8 else x).to(dtype), scale
 
 
 def group_size(columns: int) -> int:
@@ -302,9 +302,9 @@ class _EightBitProduct(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient,), (weight, scale) = gradients, ctx.saved_tensors
         if ctx.in_8_bits:
-            by_row = (gradient.float() * scale).reshape(-1, len(scale))
             by_column = weight.t().contiguous().t()  # the layout that tensor cores take, for a moment
-            of_x = _product(by_row, by_column, None, gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
+            of_x = _product((gradient * scale).reshape(-1, len(scale)), by_column, None, gradient.dtype)
+            of_x = of_x.view(*gradient.shape[:-1], weight.shape[1])
         else:
             of_x = _scaled(gradient, scale) @ weight.to(gradient.dtype)
         return of_x, None, None, None, None
@@ -317,17 +317,16 @@ def _product(x: Tensor, weight: Tensor, scale: Tensor | None, dtype: torch.dtype
     """
     dtype, rows, columns = dtype or x.dtype, len(x), weight.shape[1]
     if not has_products(x.device):
-        values, of_row = _by_row(x, weight.dtype)
+        x, of_row = _by_row(x, weight.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            sums = values.float() @ weight.float()
-        return _rescaled(sums, of_row, scale).to(dtype)
+            return _rescaled(x.float() @ weight.float(), of_row, scale).to(dtype)
     if torch.compiler.is_compiling() or rows % ROWS:
         x = F.pad(x, (0, 0, 0, -rows % ROWS))
-    values, of_row = _by_row(x, weight.dtype)
+    x, of_row = _by_row(x, weight.dtype)  # under the same name, so that no copy in float32 is kept
     if weight.dtype == torch.int8:
-        return _rescaled(torch._int_mm(values, weight), of_row, scale)[:rows].to(dtype)
-    of_column = x.new_ones(1, columns, dtype=torch.float32) if scale is None else scale[None]
-    product = torch._scaled_mm(values, weight, scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
+        return _rescaled(torch._int_mm(x, weight), of_row, scale)[:rows].to(dtype)
+    of_column = of_row.new_ones(1, columns) if scale is None else scale[None]
+    product = torch._scaled_mm(x, weight, scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
     return product[:rows].to(dtype)
 
 
