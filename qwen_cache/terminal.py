@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from qwen_cache.errors import Problem
-from qwen_cache.text import json_without_controls, one_line, plain, without_controls
+from qwen_cache.text import json_without_controls, one_line, plain, shell_line, without_controls
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -452,6 +452,19 @@ def human_time(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def print_next(*commands: Sequence[str]) -> None:
+    """The commands that come after this one, one to a line; nothing without any."""
+    if not commands:
+        return
+    lines = ["next:", *(f"  {plain(shell_line(words))}" for words in commands)]
+    console().print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def typed_again(program: str, without: Collection[str] = (), added: Sequence[str] = ()) -> list[str]:
+    """The words of this command, as typed, but for the flags in `without`, and with those in `added`."""
+    return [program, *(word for word in sys.argv[1:] if word not in without), *added]
 
 
 def print_done(what: object) -> None:

@@ -20,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qwen_cache import open_cache
-from qwen_cache.encode import recipe as recipes
 from qwen_cache.encode.builder import recipe_of_build
-from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device, make_recipe, vae_encoder_fingerprint
+from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device, make_recipe
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, parse_manifest
 from qwen_cache.models import devices
+from qwen_cache.models import folder as model_folder
 from qwen_cache.models.family import PipelineName
-from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint
+from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint, vae_encoder_fingerprint
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import ValidationConfig, WeightedCache
 from qwen_cache.storage import remembered
@@ -290,7 +290,7 @@ def test_a_vae_that_cannot_be_read_is_refused_and_a_missing_one_has_no_hash(
     """Without its hash it would be another VAE, in silence."""
     for failing in ("_hash_tensor", "read_header"):
         with monkeypatch.context() as patch:
-            patch.setattr(recipes, failing, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+            patch.setattr(model_folder, failing, Mock(side_effect=OSError(errno.EIO, "Input/output error")))
             with pytest.raises(OSError, match=f"Input/output error: '{vae / WEIGHTS}'"):
                 vae_encoder_fingerprint(vae)
     (vae / WEIGHTS).write_bytes(b"neither weights")
@@ -303,8 +303,8 @@ def test_a_vae_that_cannot_be_read_is_refused_and_a_missing_one_has_no_hash(
 def test_an_unchanged_vae_is_read_once(vae: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(remembered, "SETTLED_NS", -(10**13))
-    reads, read = [], recipes.read_header
-    monkeypatch.setattr(recipes, "read_header", lambda path: reads.append(path) or read(path))
+    reads, read = [], model_folder.read_header
+    monkeypatch.setattr(model_folder, "read_header", lambda path: reads.append(path) or read(path))
     first = vae_encoder_fingerprint(vae)
     assert [vae_encoder_fingerprint(vae) for _ in range(2)] == [first] * 2
     assert len(reads) == 1

@@ -33,7 +33,7 @@ from qwen_cache.options import (
     setting_argument,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import counting
+from qwen_cache.terminal import counting, print_next
 
 if TYPE_CHECKING:
     from qwen_cache.encode.build import Task
@@ -136,7 +136,11 @@ def build(
         return run_watch(settings, at, watch, [name for name, value in single.items() if value])
     work = {"dry_run": dry_run, "check": check, "replace_recipe": replace, "only_validation": only_validation}
     with rehashing(rehash):
-        return run_build(settings, None, ray=ray, at=at, measure=measure, repair=repair, as_json=json, **work)
+        code = run_build(settings, None, ray=ray, at=at, measure=measure, repair=repair, as_json=json, **work)
+    if code == 0 and not (json or dry_run or slice):
+        trained = [settings.cache.path, *(["--config", str(config)] if config else [])]
+        print_next(*(["qwen-train", command, *trained] for command in ("plan", "run")))
+    return code
 
 
 def run_build(

@@ -7,10 +7,12 @@ downloaded. Refuses a source with unusable rows, a model that does not exist, an
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
@@ -34,7 +36,7 @@ from qwen_cache.options import (
 )
 from qwen_cache.settings.given import Given
 from qwen_cache.storage.files import make_folder, write_durably
-from qwen_cache.terminal import console, human_bytes, plural, print_json, print_problems
+from qwen_cache.terminal import console, human_bytes, plural, print_json, print_next, print_problems
 from qwen_cache.text import plain, shell_line
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
 docs/howto/train-on-24gb.md. Only settings that leave the numbers unchanged, fastest first."""
 IN_8_BITS = 21.9e9
 """The same for weights and products in int8, which are faster than offloading."""
+PROMPTS = 2
+"""Prompts for validation, made from the first rows."""
 KINDS = {
     "csv": "a CSV table",
     "tsv": "a TSV table",
@@ -89,6 +93,8 @@ class Survey:
     """Width and height of some targets, by area."""
     repeats: dict[str, int]
     """How often the images of each folder come in an epoch, if its folders are those of kohya's trainers."""
+    prompts: Sequence[dict[str, Any]]
+    """The first rows as prompts to generate images from; none where their controls are no files of their own."""
     notices: tuple[Notice, ...]
 
     @property
@@ -165,7 +171,7 @@ def init(
         console().print("train.caches has a cache for each folder, with its number as the weight", markup=False)
     if survey.smaller and survey.controls[1]:
         console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
-    console().print("\n".join(["next:", *(f"  {each}" for each in follow)]), markup=False)
+    print_next(*follow)
     return 0
 
 
@@ -202,6 +208,7 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
         with_mask=sum(row.mask is not None for row in rows),
         sizes=sizes,
         repeats=repeats if len(repeats) > 1 else {},
+        prompts=list(islice(_prompts(rows), PROMPTS)),
         notices=content.notices,
     )
 
@@ -210,6 +217,13 @@ def _kind(row: Row, source: str) -> str:
     inside = row.where.removeprefix(source)
     ending = re.findall(rf"\.({'|'.join(KINDS)})\b", inside) or re.findall(r"\.(\w+)$", source)
     return KINDS.get(ending[0], IMAGES) if ending else IMAGES
+
+
+def _prompts(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+    for row in rows:
+        controls = [str(each) for each in row.controls]
+        if row.prompt and all(map(os.path.isfile, controls)):
+            yield {"prompt": row.prompt, **({"control": controls} if controls else {})}
 
 
 def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
@@ -274,6 +288,9 @@ def chosen(
         yield "train.edit_mask_weight", defaults.train.edit_mask_weight, masks
     yield "train.lora.rank", defaults.train.lora.rank, "A higher rank can learn more, and takes more memory."
     yield "optimizer.learning_rate", defaults.optimizer.learning_rate, ""
+    if survey.prompts:
+        what = "Images to generate while it trains, from the first rows: `build` encodes them, `qwen-train decode` "
+        yield "validation.prompts", survey.prompts, what + "shows them. Images that are not in the data tell more."
 
 
 def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
@@ -305,7 +322,8 @@ def _head(source: str, survey: Survey) -> str:
 
     what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
     where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them. "
-    where += "`validation.prompts` has prompts to generate images from while the model trains; there are none yet."
+    if not survey.prompts:
+        where += "`validation.prompts` has prompts to generate images from while the model trains; there are none yet."
     return "\n".join([*comment(what), *comment(where)])
 
 
@@ -327,7 +345,7 @@ def _cache_of(config: Config, folder: str) -> str:
     return f"{config.cache.path}-{re.sub(r'[^0-9A-Za-z.-]+', '_', folder)}"
 
 
-def _next_commands(file: Path, config: Config, repeats: dict[str, int]) -> list[str]:
+def _next_commands(file: Path, config: Config, repeats: dict[str, int]) -> list[list[str]]:
     from qwen_cache.settings.load import CONFIG_NAME
 
     settings = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
@@ -335,7 +353,7 @@ def _next_commands(file: Path, config: Config, repeats: dict[str, int]) -> list[
     if repeats:
         source = config.data.source.rstrip("/")
         builds = [[f"{source}/{name}", "--out", _cache_of(config, name)] for name in repeats]
-    return [shell_line(["qwen-cache", "build", *words, *settings]) for words in builds]
+    return [["qwen-cache", "build", *words, *settings] for words in builds]
 
 
 def _to_json(
@@ -344,7 +362,7 @@ def _to_json(
     survey: Survey,
     models: Sequence[tuple[str, Family]],
     torch: Torch,
-    follow: Sequence[str],
+    follow: Sequence[Sequence[str]],
 ) -> dict[str, Any]:
     return {
         "file": str(file),
@@ -358,7 +376,7 @@ def _to_json(
         "models": [name for name, _ in models],
         "notices": [str(each) for each in survey.notices],
         "devices": [_device(each) for each in torch.devices],
-        "next": list(follow),
+        "next": list(map(shell_line, follow)),
     }
 
 

@@ -65,8 +65,10 @@ from qwen_cache.terminal import (
     message_of,
     plural,
     print_json,
+    print_next,
     print_problems,
     progress,
+    typed_again,
     verbatim,
 )
 from qwen_cache.text import plain
@@ -245,7 +247,10 @@ def show_plans(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bo
             console().print(f"{INDENT}add --measure to learn how long that takes")
     if (refused := _refused(tasks)) is not None:
         return refused
-    return _left_damaged(tasks) or (FAULTS if check and any(task.has_work for task in tasks) else 0)
+    has_work = any(task.has_work for task in tasks)
+    if has_work and not as_json:
+        print_next(typed_again("qwen-cache", without=("--dry-run", "--check", "--measure")))
+    return _left_damaged(tasks) or (FAULTS if check and has_work else 0)
 
 
 def _refused(tasks: Sequence[Task]) -> int | None:

@@ -8,22 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import xxhash
 from PIL import Image
 
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import ConfigError
-from qwen_cache.format.identity import canonical_json, content_hash, sample_key
+from qwen_cache.format.identity import sample_key
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE
-from qwen_cache.models.folder import INDEX, VAE_WEIGHTS, ModelFolder, fingerprint, read_config, shards_of
-from qwen_cache.models.single_file import StoredTensor, read_header
+from qwen_cache.models.folder import ModelFolder, encoder_files, fingerprint, vae_encoder_fingerprint
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import (
     CONFIG_NAME,
@@ -36,11 +34,10 @@ from qwen_cache.settings.load import (
     saved_settings,
 )
 from qwen_cache.sources.sizes import Resolution, Size, crop_box
-from qwen_cache.storage.files import open_file, read_file, write_durably
-from qwen_cache.storage.remembered import BLOCK, file_digest, remembered
+from qwen_cache.storage.files import read_file, write_durably
+from qwen_cache.storage.remembered import file_digest
 from qwen_cache.storage.remote import Location, Url, is_remote
 from qwen_cache.storage.stores import store_of
-from qwen_cache.terminal import naming
 
 # ---- edit mask -------------------------------------------------------------------------------------------------------
 # Where edit masks come from (`data.edit_mask`), and how they become coverage of the target's tokens.
@@ -197,13 +194,8 @@ def token_coverage(mask: Image.Image, size: Size, crop: bool = False) -> Any:
 # CPU: samples of earlier versions, which may be wrong there, lack it, and accelerators always gave right ones. `vae` is
 # the hash of the whole folder; where another one has the same encoder, a cache keeps its recipe (`as_cached`).
 
-VAE_DECODER = ("decoder.", "post_quant_conv.")
-"""The beginnings of the names of tensors that latents do not depend on."""
-NO_VALUES = ("_", "diffusers_version")
-"""The beginnings of the keys of a config.json that say who wrote it."""
 ENCODER_VERSION = 2
 PATCH_EMBEDDING = "patch_embedding"
-_CONFIGURATION = (".json", ".txt", ".jinja")
 _LONGEST = 28  # characters of a value that a message shows: every number and pipeline, no hash
 _VERSION, _PROMPT = "version of qwen-cache, which encodes differently", "prompt template"
 _PARTS = {"vae": "VAE", "text_encoder": "text encoder", "processor": "tokenizer or processor"}
@@ -225,15 +217,13 @@ def make_recipe(
     `here` is False where another machine encodes: then the device `auto` counts as an accelerator.
     """
     family, template = model.family, model.template
-    processor = [model.component(each) for each in model.facts.encoder_parts if each in ("tokenizer", "processor")]
+    files = encoder_files(model)
     recipe: dict[str, Any] = {
         "encoder_version": ENCODER_VERSION,
         "pipeline": model.pipeline,
         "dtype": config.cache.dtype,
-        "vae": fingerprint([model.component("vae")], on_bytes=on_bytes),
         **Resolution.of(config.data).recipe(),
-        "text_encoder": fingerprint([model.component("text_encoder")], on_bytes=on_bytes),
-        "processor": fingerprint(processor, _CONFIGURATION, on_bytes),
+        **{name: fingerprint(folders, endings, on_bytes) for name, (folders, endings) in files.items()},
         "template": template.frame,
         "picture_template": template.image,
     }
@@ -269,41 +259,6 @@ def _encodes_on_cpu(text_device: str, *, here: bool) -> bool:
     from qwen_cache.models.devices import accelerator
 
     return accelerator() is None
-
-
-def vae_encoder_fingerprint(folder: Path) -> str:
-    """One hash over what decides a VAE's latents: its tensors but those of the decoder, and its config.
-
-    Names of files, the order of tensors and the version of the library that saved them make no difference. Empty for a
-    folder without its files, which loading refuses. Files are read again only when they have changed. ModelError or
-    OSError if one cannot be read.
-    """
-    index = folder / f"{VAE_WEIGHTS}{INDEX}"
-    indexes = [index] if index.is_file() else []
-    names = sorted(set(shards_of(index).values())) if indexes else [f"{VAE_WEIGHTS}.safetensors"]
-    config, files = folder / "config.json", [folder / name for name in names]
-    if not all(file.is_file() for file in (config, *files)):
-        return ""
-    return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
-
-
-def _hash_vae_encoder(config: Path, files: Sequence[Path]) -> str:
-    tensors = {}
-    for path in files:
-        with naming(path), open(open_file(path), "rb") as file:
-            for name, tensor in read_header(path).tensors.items():
-                if not name.startswith(VAE_DECODER):
-                    tensors[name] = [tensor.dtype, list(tensor.shape), _hash_tensor(file, tensor)]
-    values = {name: value for name, value in read_config(config).items() if not name.startswith(NO_VALUES)}
-    return content_hash(canonical_json({"config": values, "tensors": tensors}))
-
-
-def _hash_tensor(file: IO[bytes], tensor: StoredTensor) -> str:
-    digest = xxhash.xxh3_128()
-    file.seek(tensor.begin)
-    for begin in range(tensor.begin, tensor.end, BLOCK):
-        digest.update(file.read(min(BLOCK, tensor.end - begin)))
-    return digest.hexdigest()
 
 
 def vae_encoders(model: ModelFolder, recipe: dict[str, Any]) -> dict[str, str]:

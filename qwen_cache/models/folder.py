@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import IO, Annotated, Any, ClassVar, Literal, Self
 
+import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -19,10 +20,11 @@ from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, Template, family_of
-from qwen_cache.models.single_file import SingleFile, check_packages, open_single_file
-from qwen_cache.storage.files import read_file
+from qwen_cache.models.single_file import SingleFile, StoredTensor, check_packages, open_single_file, read_header
+from qwen_cache.storage.files import open_file, read_file
+from qwen_cache.storage.remembered import BLOCK, find_fault, known_digest, remembered, remembered_digest
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
-from qwen_cache.storage.remembered import find_fault, remembered_digest
+from qwen_cache.terminal import naming
 from qwen_cache.text import parse_json, repeated
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -491,8 +493,14 @@ NUNCHAKU = "nunchaku_lite"
 """The quant_method in config.json of a transformer that diffusers runs by nunchaku's kernels: it can only generate."""
 WEIGHTS = (".safetensors", "config.json")
 """Endings of the files that decide what a component computes."""
+CONFIGURATION = (".json", ".txt", ".jinja")
+"""Endings of the files that decide what a tokenizer or processor does."""
 VAE_WEIGHTS = "diffusion_pytorch_model"
 """The name of a VAE's weights, without the ending: diffusers reads no others."""
+VAE_DECODER = ("decoder.", "post_quant_conv.")
+"""The beginnings of the names of tensors that latents do not depend on."""
+NO_VALUES = ("_", "diffusers_version")
+"""The beginnings of the keys of a config.json that say who wrote it."""
 
 
 @dataclass(frozen=True)
@@ -685,6 +693,28 @@ def open_model(
     return opened
 
 
+def find_here(name: str, components: Sequence[str], revision: str | None = None) -> Path | None:
+    """The folder of a model whose `components` are all on this machine; None if one is not. Nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    path = Path(name)
+    if not path.is_dir():
+        try:
+            path = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        except (HFValidationError, LocalEntryNotFoundError, OSError):
+            return None
+    is_here = (path / PIPELINE_INDEX).is_file() and all(is_whole(path / each) for each in components)
+    return path if is_here else None
+
+
+def is_whole(folder: Path) -> bool:
+    """True if a component is here, with its weights, if it has any, in all files that an index of shards names."""
+    if not folder.is_dir() or ((folder / "config.json").exists() and not any(folder.glob("*.safetensors"))):
+        return False
+    return all((folder / name).is_file() for index in folder.glob(f"*{INDEX}") for name in shards_of(index).values())
+
+
 def open_vae(name: str) -> Path:
     """The folder of a VAE as diffusers stores it, alone or in a model, downloaded if there is none; ModelError if it
     cannot be."""
@@ -701,19 +731,69 @@ def open_vae(name: str) -> Path:
 
 
 def fingerprint(
-    folders: Sequence[Path], endings: tuple[str, ...] = WEIGHTS, on_bytes: Callable[[int], None] = lambda _: None
+    folders: Sequence[Path],
+    endings: tuple[str, ...] = WEIGHTS,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    read: bool = True,
 ) -> str:
     """One hash over the names and contents of the files in these folders with these endings, wherever they are.
 
-    Files are read again only when they have changed; `on_bytes` gets the number of bytes just read. ModelError for one
-    that cannot be read, such as the link of a broken download.
+    Files are read again only when they have changed; `on_bytes` gets the number of bytes just read. Unless `read` is
+    true, none is read: empty if one is not remembered. ModelError for one that cannot be read, such as the link of a
+    broken download.
     """
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.name.endswith(endings)]
     try:
-        digests = [[f"{path.parent.name}/{path.name}", remembered_digest(path, on_bytes)] for path in files]
+        digests = [
+            [f"{path.parent.name}/{path.name}", remembered_digest(path, on_bytes) if read else known_digest(path)]
+            for path in files
+        ]
     except OSError as error:
         raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename, do=AGAIN) from None
-    return content_hash(canonical_json(digests))
+    return content_hash(canonical_json(digests)) if all(digest for _, digest in digests) else ""
+
+
+def encoder_files(model: ModelFolder) -> dict[str, tuple[Sequence[Path], tuple[str, ...]]]:
+    """The folders and the endings of the files whose `fingerprint` a recipe has, by its entries."""
+    texts = [model.component(each) for each in model.facts.encoder_parts if each in ("tokenizer", "processor")]
+    weights = {part: ([model.component(part)], WEIGHTS) for part in ("vae", "text_encoder")}
+    return weights | {"processor": (texts, CONFIGURATION)}
+
+
+def vae_encoder_fingerprint(folder: Path) -> str:
+    """One hash over what decides a VAE's latents: its tensors but those of the decoder, and its config.
+
+    Names of files, the order of tensors and the version of the library that saved them make no difference. Empty for a
+    folder without its files, which loading refuses. Files are read again only when they have changed. ModelError or
+    OSError if one cannot be read.
+    """
+    index = folder / f"{VAE_WEIGHTS}{INDEX}"
+    indexes = [index] if index.is_file() else []
+    names = sorted(set(shards_of(index).values())) if indexes else [f"{VAE_WEIGHTS}.safetensors"]
+    config, files = folder / "config.json", [folder / name for name in names]
+    if not all(file.is_file() for file in (config, *files)):
+        return ""
+    return remembered("VAE encoder", [config, *indexes, *files], lambda: _hash_vae_encoder(config, files))
+
+
+def _hash_vae_encoder(config: Path, files: Sequence[Path]) -> str:
+    tensors = {}
+    for path in files:
+        with naming(path), open(open_file(path), "rb") as file:
+            for name, tensor in read_header(path).tensors.items():
+                if not name.startswith(VAE_DECODER):
+                    tensors[name] = [tensor.dtype, list(tensor.shape), _hash_tensor(file, tensor)]
+    values = {name: value for name, value in read_config(config).items() if not name.startswith(NO_VALUES)}
+    return content_hash(canonical_json({"config": values, "tensors": tensors}))
+
+
+def _hash_tensor(file: IO[bytes], tensor: StoredTensor) -> str:
+    digest = xxhash.xxh3_128()
+    file.seek(tensor.begin)
+    for begin in range(tensor.begin, tensor.end, BLOCK):
+        digest.update(file.read(min(BLOCK, tensor.end - begin)))
+    return digest.hexdigest()
 
 
 def check_component(folder: Path) -> None:

@@ -61,6 +61,11 @@ def remembered_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: No
     return remembered("xxh3-128", [path], lambda: file_digest(path, on_bytes))
 
 
+def known_digest(path: Path) -> str:
+    """`remembered_digest` of a file that is not read: empty if the digest of its contents is not remembered."""
+    return remembered("xxh3-128", [path], lambda: "")
+
+
 def file_digest(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
     """The xxh3-128 of a regular file, as 32 hexadecimal digits; `on_bytes` gets the number of bytes just read."""
     digest = xxhash.xxh3_128()

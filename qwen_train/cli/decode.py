@@ -78,11 +78,17 @@ def decode(
 def _settings(
     folder: Path | None, given: Sequence[Given | None], config: Path | None, assignments: Sequence[str]
 ) -> Config:
-    """The settings of the file that is named, else those of the run."""
-    from qwen_cache.settings.load import CONFIG_NAME, load_config, load_saved
+    """The settings, with the model and the dtype of the run in `folder` unless the command names others."""
+    from qwen_cache.models.recorded import with_recorded_model
+    from qwen_cache.settings.load import CONFIG_NAME, load_config, load_saved, overridden
 
-    saved = folder / CONFIG_NAME if folder is not None and (folder / CONFIG_NAME).is_file() else None
-    return load_saved(saved, assignments, given) if saved and not config else load_config(config, assignments, given)
+    settings = load_config(config, assignments, given)
+    if folder is None or config or not (folder / CONFIG_NAME).is_file():
+        return settings
+    dtype = load_saved(folder / CONFIG_NAME).predict.dtype
+    typed = overridden({"predict": {"dtype": dtype}}, assignments=assignments, given=given)
+    settings = settings.model_copy(update={"model": typed.model, "predict": typed.predict})
+    return with_recorded_model(settings, folder, ("vae",), deciding=("revision", "vae"))
 
 
 def _decoder(settings: Config, vae_device: str) -> Decoder:
@@ -118,12 +124,23 @@ def _watch(
     _await_run(folder)
     settings = _settings(folder, given, config, assignments)
     check_tracker(settings.logging.report_to)
+    _note_tracker(folder, settings)
     decoder = _decoder(settings, vae_device)
     from qwen_train.training.watch import Watch
 
     watch = Watch(folder, decoder, settings)
     watch.run()
     return watch.made
+
+
+def _note_tracker(folder: Path, settings: Config) -> None:
+    """Say where the run logs, if its images are not logged there: nothing is sent because a folder says so."""
+    from qwen_cache.settings.load import CONFIG_NAME, load_saved
+
+    its = load_saved(folder / CONFIG_NAME).logging.report_to
+    if its not in (settings.logging.report_to, "none"):
+        text = f"note: this run logs to {plain(its)}; --set logging.report_to={plain(its)} logs its images there, too"
+        console().print(text, markup=False, highlight=False)
 
 
 def _await_run(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,9 @@ def plan(
     set_: list[str] | None = SET,
 ) -> int:
     """Predict the memory of training by part, and whether it fits. Loads no weights."""
-    from qwen_cache.models.folder import check_name
+    from qwen_cache.models.folder import check_name, find_here, open_model
     from qwen_cache.settings.load import load_config
-    from qwen_train.data.samples import Planned, open_samples
+    from qwen_train.data.samples import Planned, check_encoders, open_samples, with_model_of_caches
     from qwen_train.run import in_one_process, only_cache
 
     settings = load_config(config, set_, [model, transformer, *only_cache(cache)])
@@ -49,7 +50,10 @@ def plan(
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)
     Planned.of(samples, settings.train)
-    check_name(settings.model.path)
+    settings = with_model_of_caches(settings, samples, ("transformer",))
+    name = check_name(settings.model.path)
+    if here := find_here(name, (), settings.model.revision):
+        check_encoders(samples, replace(open_model(str(here), ()), name=name), read=False)
     from qwen_train import memory
     from qwen_train.inference.memory import memory_beside_training
 

@@ -23,6 +23,7 @@ from qwen_cache.options import (
     setting,
 )
 from qwen_cache.settings.given import Given
+from qwen_cache.terminal import print_next, typed_again
 
 PROMPT = option(GENERATE, "The instruction; repeat it for several images.", "TEXT")
 IMAGE = option(GENERATE, "A control image; repeat it for more.", "FILE")
@@ -139,12 +140,13 @@ def predict(
     set_: list[str] | None = SET,
 ) -> int:
     """Generate images with the stock pipeline and LoRAs, from --prompt, rows of --source, or samples --from-cache."""
-    from qwen_cache.settings.load import load_config
+    from qwen_cache.settings.load import CONFIG_NAME, load_config
 
     sizes, guidance = (height, width, output_resolution), (negative_prompt, true_cfg_scale, guidance_scale)
     others = (num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
     settings = load_config(config, set_, [model, transformer, vae, *others, *guidance, *sizes])
     from qwen_train.inference.predict import PredictOptions, check_guidance, run_predict
+    from qwen_train.lora.files import split_weight
 
     check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
     if from_cache and any(sizes):
@@ -153,4 +155,10 @@ def predict(
     what = (image or (), prompt or (), source, from_cache, key or (), lora or ())
     devices = (device, vae_device, text_device, transformer_device)
     options = PredictOptions(out, *what, devices, merge, compare, grid or (), save_interrupted, json)
-    return run_predict(settings, options)
+    code = run_predict(settings, options)
+    if code == 0 and lora and not json:
+        compared = [] if compare or grid else [typed_again("qwen-train", added=["--compare"])]
+        folder = Path(split_weight(lora[0])[0])
+        run = [["qwen-train", "push", str(folder), "OWNER/NAME"]] if (folder / CONFIG_NAME).is_file() else []
+        print_next(*compared, *run)
+    return code

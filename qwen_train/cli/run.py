@@ -6,7 +6,7 @@ Of several processes only the main one prints. Each prints its own error; an err
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from qwen_cache.options import (
     setting_argument,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import FAILED, INTERRUPTED, console, print_done, print_json, verbatim
+from qwen_cache.terminal import FAILED, INTERRUPTED, console, print_done, print_json, print_next, verbatim
 
 if TYPE_CHECKING:
     from qwen_cache.settings.load import Config
@@ -134,7 +134,7 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
                     raise checked
             result = train_started(checked)
             if launch.is_main:
-                print_result(result, checked.out, as_json=as_json)
+                print_result(result, checked, as_json=as_json)
     except EndedElsewhereError:
         time.sleep(SECONDS_TO_PRINT)
         return FAILED
@@ -146,16 +146,41 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
     return 0
 
 
-def print_result(result: Path, out: Path, *, as_json: bool) -> None:
-    """Print the path of the result; with `as_json` also the output folder and the last metrics."""
+def print_result(result: Path, start: Start, *, as_json: bool) -> None:
+    """Print the path of the result and the next commands; or as JSON, with the output folder and the last metrics."""
     from qwen_train.run import METRICS_NAME
     from qwen_train.training.metrics import read_metrics
+    from qwen_train.training.report import REPORT_NAME
 
-    if not as_json:
-        print_done(result)
+    if as_json:
+        metrics = read_metrics(start.out / METRICS_NAME)
+        print_json({"result": str(result), "output_dir": str(start.out), "metrics": metrics[-1] if metrics else {}})
         return
-    metrics = read_metrics(out / METRICS_NAME)
-    print_json({"result": str(result), "output_dir": str(out), "metrics": metrics[-1] if metrics else {}})
+    print_done(result)
+    console().print(f"report: {verbatim(start.out / REPORT_NAME)}", highlight=False)
+    print_next(*_next_commands(start))
+
+
+def _next_commands(start: Start) -> Iterator[list[str]]:
+    """The commands that show what was trained; for a LoRA, on the first cached sample, and that export it."""
+    import pyarrow.compute as pc
+
+    from qwen_train.data.samples import Mixture
+    from qwen_train.inference.decode import not_decoded
+    from qwen_train.run import found_latents
+
+    out, config = str(start.out), start.config
+    if not_decoded(found_latents(start.out)):
+        yield ["qwen-train", "decode", out]
+    if config.train.method != "lora":
+        return
+    if isinstance(start.samples, Mixture):
+        cache = start.samples.caches[0]
+        name = cache.row(0).name
+        is_one = pc.sum(pc.equal(cache.table["name"], name)).as_py() == 1
+        sample = ["--from-cache", str(cache.folder), "--key", name if is_one else cache.table["key"][0].as_py()]
+        yield ["qwen-train", "predict", *sample, "--lora", out]
+    yield ["qwen-train", "export", out, "--to", "comfyui", "--out", f"{start.out.resolve().name}.safetensors"]
 
 
 def print_kept(config: Config, fresh: Config, path: Path | None) -> None:

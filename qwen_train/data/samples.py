@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -35,6 +35,7 @@ from qwen_cache.format.rows import Words, hash_words, taken
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import QWEN_IMAGE_21, SUPPORTED, Family, family_of_recipe, same_inputs
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.recorded import PARTS, differing_encoder, recorded_model, same_model, with_recorded_model
 from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, parse_yaml
 from qwen_cache.settings.sections import (
     NO_CACHE,
@@ -46,7 +47,8 @@ from qwen_cache.settings.sections import (
 )
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remote import is_remote, location
-from qwen_cache.terminal import plural
+from qwen_cache.terminal import console, plural
+from qwen_cache.text import plain
 from qwen_train.run import GENERATE, ToEncode
 
 # ---- split -----------------------------------------------------------------------------------------------------------
@@ -536,6 +538,46 @@ def check_cache(cache: Samples, model: ModelFolder, config: Mapping[str, Any]) -
             found=f"in_channels {channels}",
             do=f"train one of {SUPPORTED}",
         )
+
+
+def with_model_of_caches(config: Config, samples: Samples | None, components: Sequence[str]) -> Config:
+    """`config` with the model that the caches were made with, unless it names one (`with_recorded_model`)."""
+    caches = samples.caches if isinstance(samples, Mixture) and config.model.path is None else ()
+    named = {name: cache for cache in caches if (name := recorded_model(cache.folder).get("path"))}
+    if len(named) > 1:
+        found = "; ".join(f"{name} by {cache.folder}" for name, cache in named.items())
+        raise ModelError("no model is named, and the caches name several", found=found, do="name one with --model")
+    for cache in named.values():
+        known = (cache.recipe.recipe, cache.manifest.vae_encoders)
+        return with_recorded_model(config, cache.folder, components, *known, deciding=("revision", "transformer"))
+    return config
+
+
+def check_encoders(
+    samples: Samples | None,
+    model: ModelFolder,
+    on_bytes: Callable[[int], None] = lambda _: None,
+    *,
+    read: bool = True,
+) -> None:
+    """ModelError for a cache of other encoders than those in the model's folder, as far as they are there.
+
+    A note names the model that a cache was built with, if it has another name: transformers share encoders. Unless
+    `read` is true, only what was hashed before is compared.
+    """
+    for cache in samples.caches if isinstance(samples, Mixture) else ():
+        recipe, built_with = cache.recipe.recipe, recorded_model(cache.folder).get("path", model.name)
+        if part := differing_encoder(model, recipe, cache.manifest.vae_encoders, on_bytes, read=read):
+            raise ModelError(
+                f"the cache was built with another {PARTS[part]} than this model has",
+                where=cache.folder,
+                expected=f"that of {built_with}" if built_with != model.name else f"{recipe[part]}, as in cache.json",
+                found=f"that in {model.path}",
+                do="train the model that the cache was built with, or build a cache with this one",
+            )
+        if not same_model(built_with, model.name):
+            text = f"note: {cache.folder} was built with {built_with}, and {model.name} is trained"
+            console().print(plain(text), markup=False, highlight=False)
 
 
 def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> str | None:

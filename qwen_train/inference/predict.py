@@ -12,6 +12,7 @@ from qwen_cache.errors import ConfigError, Problem
 from qwen_cache.extras import installed, require
 from qwen_cache.format.cache import Cache, find_sample, open_configured
 from qwen_cache.models.folder import ModelFolder, open_model
+from qwen_cache.models.recorded import with_recorded_model
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.storage.files import make_folder
@@ -170,7 +171,8 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     in_one_process("predict")
     check(settings, options)
     lora_paths = [Path(split_weight(text)[0]) for text in options.loras]
-    data = as_trained(settings.data, [run_of(path if path.is_dir() else path.parent) for path in lora_paths])
+    runs = [run_of(path if path.is_dir() else path.parent) for path in lora_paths]
+    data = as_trained(settings.data, runs)
     marked = settings.data.model_copy(update={"marked_phrases": data.marked_phrases})
     options = replace(options, prompts=typed_prompts(options.prompts, data))
     axes = parse_axes(options.grid, settings.predict)
@@ -179,12 +181,16 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
         found = f"--merge and --grid {names[0]}"
         raise ConfigError("a merged LoRA cannot be changed again", found=found, do="leave --merge out")
 
+    cache = None if options.cache is None else open_configured(settings.cache, options.cache)
+    components = COMPONENTS if cache is None else COMPONENTS_FOR_A_CACHE
+    deciding = ("revision", "transformer", "vae")
+    known = () if cache is None else (cache.recipe.recipe, cache.manifest.vae_encoders)
+    for folder in (*runs, *((cache.folder,) if cache else ())):  # the base of a LoRA first
+        settings = with_recorded_model(settings, folder, components, *known, deciding=deciding)
     named = settings.model
-    components = COMPONENTS if options.cache is None else COMPONENTS_FOR_A_CACHE
     model = open_model(named.path, components, named.revision, transformer=named.transformer, vae=named.vae)
     if model.needs_nunchaku:
         check_nunchaku(model, options.loras)
-    cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]
     from qwen_train.inference.generator import generator_of
     from qwen_train.inference.pipeline import choose

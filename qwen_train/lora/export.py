@@ -31,8 +31,9 @@ from torch import nn
 from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
 from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
+from qwen_cache.models.recorded import with_recorded_model
 from qwen_cache.models.single_file import QUANTISED
-from qwen_cache.settings.load import CONFIG_NAME, load_saved
+from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import make_folder, whole_folder, write_durably
 from qwen_cache.storage.remembered import sealed, write_checksums
@@ -62,6 +63,7 @@ from qwen_train.lora.names import (
 )
 from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
 from qwen_train.model.loading import DTYPES, STOCK_CLASSES, load_single_file, stock_class
+from qwen_train.run import run_of
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]
 
@@ -211,14 +213,13 @@ def write_peft_folder(lora: Lora, out: Path) -> Path:
 
 
 def base_model(source: Path, model: ModelConfig | None) -> ModelFolder:
-    """The base model of `model`, or of the qwen.yaml beside the LoRA.
+    """The base model of `model`, or the one that the run of the LoRA recorded (`with_recorded_model`).
 
     ModelError if its transformer is quantised, except for a file in int8: the LoRA is merged into its unpacked weights.
     """
-    folder = source if source.is_dir() else source.parent
-    candidates = [path for path in (folder / CONFIG_NAME, folder.parent / CONFIG_NAME) if path.is_file()]
     if model is None:
-        model = load_saved(candidates[0]).model if candidates else ModelConfig()
+        run, parts = run_of(source if source.is_dir() else source.parent), ("transformer",)
+        model = with_recorded_model(Config(), run, parts, deciding=("revision", "transformer")).model
     base = open_model(model.path, ("transformer",), model.revision, transformer=model.transformer)
     saved = base.transformer_config.get("quantization_config")
     if saved is not None and saved.get("quant_method") != UNPACKED:

@@ -28,11 +28,13 @@ from qwen_train.data.samples import (
     Samples,
     check_cache,
     check_empty_prompts,
+    check_encoders,
     check_text_lengths,
     check_validation_cache,
     open_mixture,
     open_samples,
     open_validation_cache,
+    with_model_of_caches,
 )
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start
 from qwen_train.run import STATE, Launch, ToEncode, checkpoints, only_run, resume_command
@@ -291,6 +293,7 @@ def starting(
             )
         check_tracker(config.logging.report_to)
         check_optimizer(config, launch.world_size)
+        config = with_model_of_caches(config, samples, TRANSFORMER_PARTS)
         model = open_trainable(config)
         check_adapter(config, model.transformer_config)
         newest = earlier[-1][1] if earlier else None
@@ -299,6 +302,9 @@ def starting(
             samples = open_followed(config, taken)
             validation_cache = open_validation_cache(config)
         check_samples(config, model, samples, validation_cache)
+        if launch.is_main:
+            with counting("hashing the encoders", None, in_bytes=True, transient=True) as advance:
+                check_encoders(samples, model, advance)
         check_timesteps(config.train, float(model.scheduler_config.get("shift_terminal") or 0))
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
