@@ -207,6 +207,13 @@ class ManifestError(FormatError):
     rule = "F1"
 
 
+class NoCacheError(ManifestError):
+    """There is no cache here, so the message names no rule."""
+
+    def _fault(self, shown: Callable[[object], str]) -> str:
+        return QwenCacheError._fault(self, shown)
+
+
 class VersionError(FormatError):
     """The format version is unknown."""
 

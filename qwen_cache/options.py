@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import faulthandler
 import inspect
 import io
@@ -211,13 +212,20 @@ def command(
 
 
 class Commands(Mapping[str, "Command"]):
-    """The commands of a program by name. Each is imported when it is asked for, from its place `module:name`."""
+    """The commands of a program by name. Each is imported when it is asked for, from its place `module:name`.
 
-    def __init__(self, places: Mapping[str, str]) -> None:
-        self._places = places
+    They are declared under the headings of `--help`. `meant` has other words for a command, with what to type.
+    """
+
+    def __init__(self, groups: Mapping[str, Mapping[str, str]], meant: Mapping[str, str]) -> None:
+        self.meant = meant
+        self._places = {name: place for group in groups.values() for name, place in group.items()}
+        self._panels = {name: heading for heading, group in groups.items() for name in group}
 
     def __getitem__(self, name: str) -> Command:
-        return cast(Command, resolve_name(self._places[name]))
+        command = cast(Command, resolve_name(self._places[name]))
+        command.rich_help_panel = self._panels[name]
+        return command
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -248,6 +256,15 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return [_without_types(each) for each in super().get_params(ctx)]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        commands = cast(Commands, self.commands)
+        if args and args[0] not in commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            near = difflib.get_close_matches(args[0], commands, n=1)
+            meant = commands.meant.get(args[0]) or (f"{self.name} {near[0]}" if near else None)
+            do = f"did you mean `{meant}`?" if meant else f"`{self.name} --help` lists the commands"
+            raise ConfigError(f"there is no command {args[0]}", do=do)
+        return super().resolve_command(ctx, args)
+
 
 class Command(TyperCommand):
     """A command with `-q` and `-v`, whose help ends with examples and a page of the documentation."""
@@ -269,7 +286,25 @@ class Command(TyperCommand):
         for name in (each.partition("=")[0] for each in args):
             if name in self.renamed and not ctx.resilient_parsing:
                 raise ConfigError(f"{name} is called {self.renamed[name]} now")
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # a usage error of click; typer has its own copy of click
+            option, nearest = getattr(error, "option_name", None), getattr(error, "possibilities", ())
+            if option is None or not hasattr(error, "possibilities") or ctx.resilient_parsing:
+                with suppress(AttributeError):
+                    error.message = str(error.message).removeprefix("Value error, ")  # type: ignore[attr-defined]
+                raise
+            meant = self._meant(option) or next(iter(nearest or ()), "")
+            do = f"did you mean {meant}?" if meant else f"`{ctx.command_path} --help` lists the options"
+            raise ConfigError(f"{ctx.command_path} has no option {option}", do=do) from None
+
+    def _meant(self, name: str) -> str | None:
+        """The option, or the setting, that another name stands for; None if it is unknown."""
+        from qwen_cache.settings.load import setting_named
+
+        if (key := setting_named(name.lstrip("-").replace("-", "_"))) is None:
+            return None
+        return next((each.name for each in self.settings.values() if each.key == key), f"--set {key}=…")
 
     def invoke(self, ctx: Any) -> Any:
         quiet, verbose = ctx.params.pop("quiet"), ctx.params.pop("verbose")
@@ -372,8 +407,6 @@ def run_app(app: Group | Command) -> NoReturn:
         show = getattr(error, "show", None)  # a usage error of click; typer has its own copy of click
         if show is None:
             raise
-        if possibilities := getattr(error, "possibilities", None):
-            error.possibilities = possibilities[:1]  # type: ignore[attr-defined]  # only the nearest option
         show()
         code = int(getattr(error, "exit_code", FAILED))
     if code == INTERRUPTED:  # typer turns a KeyboardInterrupt into this code

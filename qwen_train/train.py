@@ -79,9 +79,10 @@ def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar
     run, settings, stop = p.run, p.config.train, False
     is_left = run.step < settings.max_steps
     task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
-    if run.step == 0 and p.images:
-        bar.update(task, count="generating images before the first step")  # a baseline for later images
-        generate_images(p, p.images)
+    if run.step == 0 and (p.images or p.validation):
+        bar.update(task, count="validating before the first step")  # a baseline
+        if losses := validate(p):
+            log.write(0, losses, always=True)
     while run.step < settings.max_steps and not stop:
         values = steps.next()
         count = progress_text(run.step, settings.max_steps, values, steps.throughput)
@@ -241,7 +242,7 @@ def save(p: Prepared) -> None:
 def validate(p: Prepared) -> dict[str, float]:
     """Validation losses, and images, if qwen.yaml schedules them after this step; {} without losses."""
     losses = dict[str, float]()
-    if p.validation and p.validation.measures_loss(p.run.step):
+    if p.validation and p.validation.measures_loss(p.run.step, p.config.train.max_steps):
         device = p.accelerator.device
         with evaluation_weights(p.run.optimizer), evaluating(p.transformer):
             losses = p.validation.losses(

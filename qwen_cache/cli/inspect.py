@@ -103,7 +103,8 @@ def inspect(
     values |= {"--mask-head": mask_head, "--save-images": save_images}
     _check({name for name, value in values.items() if value is not None and value is not False})
     if sample is not None:
-        (print_json if json else terminal.print_sample)(terminal.describe(path, sample, copies))
+        described, shown = terminal.describe(path, sample, copies)
+        print_json(described) if json else terminal.print_sample(described, shown)
         return 0
     if html is not None:
         page.check_page_path(html, path)
@@ -122,7 +123,7 @@ def inspect(
     if json:
         print_json(surveyed.to_json() | (doubtful.to_json() if doubtful else {}))
     else:
-        terminal.print_survey(surveyed)
+        terminal.print_survey(surveyed, in_full=html is None)
         if doubtful:
             print_doubtful(doubtful)
     return 0

@@ -41,6 +41,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import check_compression
 from qwen_cache.sources.captions import Captions, has_marks
 from qwen_cache.sources.detect import Row, read_content, reading, without_gc
+from qwen_cache.sources.images import thumbnail_size
 from qwen_cache.sources.sizes import Resolution, Size, calculate_dimensions, img_shapes
 from qwen_cache.storage.files import cache_home
 from qwen_cache.storage.remote import LocalCopies, Location, is_remote, location
@@ -556,11 +557,16 @@ def ahead(
 # ---- estimate --------------------------------------------------------------------------------------------------------
 # What a build will write: tokens and bytes of its samples, estimated before anything is encoded, and the free space.
 #
-# Latents are exact; text is estimated from the number of characters. Headers, thumbnails and attention are not counted.
+# Latents are exact; text is estimated from the number of characters, thumbnails from their pixels. Attention is not
+# counted.
 
 TEMPLATE = 1000  # tokens around the prompt and 32 images: more than any template has
 OTHER = 32_000_000  # bytes of header, thumbnails and attention: more than an image of 10 megapixels needs
 COMPRESSED = 0.7  # of the bytes, with zstd: settings/sections.py
+HEADER = 3500  # bytes of a sample beside its tensors: the header of its file, and tar's own blocks
+THUMBNAIL = 0.25  # bytes of a pixel, of photographs as JPEG
+FILES = 30_000  # bytes of cache.json, index.parquet and qwen.yaml, without their rows
+ROW = 400  # bytes of a sample in the index
 
 
 @dataclass(frozen=True)
@@ -587,7 +593,11 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
     elements = image * LATENT_CHANNELS + text * job.model.text_width
     size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
-    return Estimate(image, text, round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)))
+    size = round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)) + len(samples) * HEADER
+    if job.keeps_thumbnails:
+        shown = (thumbnail_size(shape) for sample in samples for shape in sample.img_shapes)
+        size += round(THUMBNAIL * sum(map(math.prod, shown)))
+    return Estimate(image, text, size)
 
 
 def most_bytes(sample: PlannedSample, job: BuildJob) -> int:
@@ -606,6 +616,7 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """
     made = {sample.key for sample in plan.to_encode} | plan.new_masks
     written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
+    written += FILES + ROW * len(plan.samples) if plan.samples else 0
     written += sum(copies.bytes for copies in plan.reused.values())
     return written + (pc.sum(update.moved.column("length")).as_py() or 0)
 

@@ -425,7 +425,17 @@ def make_plan(
     unmatched = [key for key in cached if key not in samples]
     names = {row.name for row in rows} if unmatched else set()
     removed = tuple(name for name in (cached[key].name for key in unmatched) if name not in names)
-    return BuildPlan(tuple(samples.values()), tuple(all_problems), removed, notices=counted(notices))
+    found = _of_all_rows(rows, all_problems[len(problems) :])
+    return BuildPlan(tuple(samples.values()), (*problems, *found), removed, notices=counted(notices))
+
+
+def _of_all_rows(rows: Sequence[Row], problems: Sequence[Problem]) -> Sequence[Problem]:
+    """One problem in place of the same one of every row."""
+    told = {(each.what.removeprefix(f"{row.name}: "), each.do) for row, each in zip(rows, problems, strict=False)}
+    if len(rows) < 2 or len(rows) != len(problems) or len(told) != 1:
+        return problems
+    what, do = told.pop()
+    return [Problem(problems[0].where, f"{what}, as in all {len(rows)} rows", do)]
 
 
 @without_gc()

@@ -29,7 +29,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_cache.sources.captions import Captions
-from qwen_cache.sources.detect import Content, Row, read_content, read_written, reading
+from qwen_cache.sources.detect import Content, Row, check_exists, read_content, read_written, reading
 from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.storage.stores import destination
 
@@ -59,6 +59,8 @@ def prepare_with_validation(
     `prepare_build`.
     """
     check_wanted(config, alone=alone)
+    if not alone:
+        check_exists(location(source or config.data.source))  # before the model, which may be downloaded
     if not is_wanted(config):
         return [prepare_build(config, source, on_bytes, here=here)]
     model = fitting_model(config)

@@ -13,7 +13,15 @@ from typing import TypeVar
 import pyarrow as pa
 import xxhash
 
-from qwen_cache.errors import ConfigError, IndexFileError, ManifestError, QwenCacheError, ShardError, TooLargeError
+from qwen_cache.errors import (
+    ConfigError,
+    IndexFileError,
+    ManifestError,
+    NoCacheError,
+    QwenCacheError,
+    ShardError,
+    TooLargeError,
+)
 from qwen_cache.format import remote
 from qwen_cache.format.identity import HASHED_BLOCK, content_hash
 from qwen_cache.format.index import INDEX_NAME, SEED, index_schema, read_batches, read_index
@@ -281,7 +289,7 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
     With `dry_run` nothing is removed. On Windows, files that a process has open stay until a later call.
     """
     if not folder.is_dir():
-        raise ManifestError("no such folder", where=folder)
+        raise NoCacheError("no such folder", where=folder)
     with writing(folder):
         data = _read_manifest(folder)
         manifest = parse_manifest(data, str(folder / MANIFEST_NAME)) if data else Manifest.empty(VERSIONS[-1])
@@ -298,12 +306,15 @@ def collect_garbage(folder: Path, *, dry_run: bool) -> dict[Path, int]:
 def no_manifest(folder: Location) -> ManifestError:
     """The error for a folder without cache.json."""
     if is_remote(folder):
-        return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
+        return NoCacheError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do="check the address")
+    if not folder.is_dir():
+        do = "give the folder of a cache; `qwen-cache build` makes one from images"
+        return NoCacheError("no such folder", where=folder, do=do)
     if any((folder / STAGING).rglob("*.tar")):
         do = "run the same `qwen-cache build` again to continue"
-        return ManifestError("this cache is not finished", where=folder, do=do)
+        return NoCacheError("this cache is not finished", where=folder, do=do)
     do = "give the folder of a cache; `qwen-cache build` makes one from images"
-    return ManifestError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
+    return NoCacheError(f"no {MANIFEST_NAME} here: not a cache", where=folder, do=do)
 
 
 def _read_manifest(folder: Location) -> bytes | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen_cache.format.cache import find_sample, open_recipes
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
-from qwen_cache.inspect.flags import numbers, statistics
+from qwen_cache.inspect.flags import numbers, statistics, stored_thumbnails
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
     MAX_BINS,
@@ -27,17 +27,20 @@ from qwen_cache.storage.remote import LocalCopies
 from qwen_cache.terminal import human_bytes, plural, results, verbatim
 from qwen_cache.text import escaped
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 # ---- sample ----------------------------------------------------------------------------------------------------------
 # Everything about one sample (`describe`), as `inspect --sample` shows it.
 #
 # A key that names no sample, or several, is an error.
 
 
-def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> dict[str, Any]:
-    """Everything about one sample, as a JSON value. Reads its tensors and checks their hashes."""
+def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> tuple[dict[str, Any], list[Image.Image]]:
+    """Everything about one sample, as a JSON value, and its thumbnails. Reads its tensors and checks their hashes."""
     cache, sample = find_sample(list(open_recipes(path, copies or LocalCopies.of()).values()), key)
     row, meta, offsets = sample.row, sample.row.meta, sample.row.entry.tensor_offsets()
-    return {
+    described = {
         "key": meta.key,
         "name": row.name,
         "recipe": cache.recipe_name,
@@ -60,17 +63,19 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> d
             for name, spec in meta.tensors.items()
         },
     }
+    return described, stored_thumbnails(sample) if "thumbnails" in sample else []
 
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
 # The report of `inspect` as tables on the terminal.
 
 BAR_WIDTH = 24
+IMAGE_WIDTH = 32  # characters
 NAMES_SHOWN, GROUPS_SHOWN = 6, 6  # of a flag: more belong on the page
 
 
-def print_survey(survey: Survey) -> None:
-    """The summary as tables, on stdout."""
+def print_survey(survey: Survey, *, in_full: bool = True) -> None:
+    """The summary as tables, on stdout; unless `in_full`, of each recipe only the flags."""
     out, overview = results(), survey.overview
     cache = f"[bold]{verbatim(overview['cache'])}[/]"
     if overview["state"] == "partial":
@@ -84,7 +89,11 @@ def print_survey(survey: Survey) -> None:
     if overview.get("garbage_bytes"):
         out.print(f"{human_bytes(overview['garbage_bytes'])} are not part of the dataset; `qwen-cache gc` removes them")
     for name, recipe in survey.recipes.items():
-        _print_recipe(out, name, recipe)
+        if in_full:
+            _print_recipe(out, name, recipe)
+        else:
+            lines = list(flag_lines(recipe)) or ["no flags"]
+            out.print(f"{verbatim(name)}: {lines[0]}", *lines[1:], sep="\n")
 
 
 def _print_recipe(out: Any, name: str, surveyed: RecipeSurvey) -> None:
@@ -158,12 +167,16 @@ def _histogram(title: str, counts: dict[str, int]) -> Any:
     return table
 
 
-def print_sample(sample: Mapping[str, Any]) -> None:
-    """One sample as tables, on stdout; its prompt in full."""
+def print_sample(sample: Mapping[str, Any], images: Sequence[Image.Image] = ()) -> None:
+    """One sample as tables, on stdout; its prompt in full, and on a terminal with colours its images."""
     from rich.markup import escape
     from rich.table import Table
 
     out = results()
+    if images and out.is_terminal and out.color_system in ("256", "truecolor"):
+        shown = Table.grid(padding=(0, 1))
+        shown.add_row(*map(_in_colours, images))
+        out.print(shown)
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
     facts.add_column(overflow="fold")
@@ -188,6 +201,23 @@ def print_sample(sample: Mapping[str, Any]) -> None:
     locations = ((name, tensor["xxh3_128"], str(tensor["offset"]), tensor.get("codec", "")) for name, tensor in tensors)
     out.print()
     out.print(_table("tensor", "xxh3-128", "from byte", "codec", rows=locations))
+
+
+def _in_colours(image: Image.Image) -> Any:
+    """An image as text: a character has two pixels, one above the other."""
+    from PIL import Image as Images
+    from rich.style import Style
+    from rich.text import Text
+
+    rows = max(1, round(IMAGE_WIDTH * image.height / image.width / 2))
+    small: Any = image.convert("RGB").resize((IMAGE_WIDTH, 2 * rows), Images.Resampling.LANCZOS)
+    text = Text(no_wrap=True)
+    for y in range(0, 2 * rows, 2):
+        for x in range(IMAGE_WIDTH):
+            above, below = ("#{:02x}{:02x}{:02x}".format(*small.getpixel((x, y + i))) for i in (0, 1))
+            text.append("▀", Style(color=above, bgcolor=below))
+        text.append("\n")
+    return text
 
 
 def _tensor_row(item: tuple[str, Mapping[str, Any]]) -> tuple[str, ...]:

@@ -347,8 +347,20 @@ def _validate(value: Mapping[str, Any], origins: _Origins) -> Config:
         return Config.model_validate({key: {} if section is None else section for key, section in value.items()})
     except ValidationError as error:
         faults = error.errors()
-        unknown = (each for each in faults if each["type"] == UNKNOWN)  # a misspelt name is missing, too
-        raise _error_of(next(unknown, faults[0]), origins) from None
+        unknown = [each for each in faults if each["type"] == UNKNOWN]  # a misspelt name is missing, too
+        if len(unknown) > 1:
+            raise _unknown(unknown, origins) from None
+        raise _error_of((unknown or faults)[0], origins) from None
+
+
+def _unknown(faults: Sequence[ErrorDetails], origins: _Origins) -> ConfigError:
+    """The message for several unknown names, each with what may be meant."""
+    errors = [_error_of(each, origins) for each in faults]
+    places = {str(each.where) for each in errors}
+    meant = (each.do if str(each.do).startswith("did you mean") else None for each in errors)
+    names = (each.what.removeprefix("unknown key ") for each in errors)
+    told = (f"{name} ({do})" if do else name for name, do in zip(names, meant, strict=True))
+    return ConfigError(f"{len(faults)} unknown keys: {', '.join(told)}", where=", ".join(sorted(places)))
 
 
 def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
@@ -361,6 +373,8 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     what, expected, do = first["msg"], None, None
     if first["type"] == "model_type":
         what = "is a section, with settings of its own"
+    elif first["type"] in EXPECTED:
+        what, expected = "not a valid value", EXPECTED[first["type"]]
     elif what.startswith(INPUT):
         what, expected = "not a valid value", what.removeprefix(INPUT).replace("'", "")
     if first["type"] == "literal_error":
@@ -373,6 +387,15 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
 
 UNKNOWN = "extra_forbidden"
 """Pydantic's type of a name that no setting has."""
+EXPECTED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "string_type": "text",
+    "dict_type": "a section",
+}
+"""Pydantic's types of other faults, in plain words."""
 INPUT = "Input should be "
 """The beginning of most of pydantic's messages."""
 
@@ -394,6 +417,13 @@ OTHER_NAMES = {
     "validation.prompts": ("sample_prompts", "samples"),
 }
 """The names of settings in other trainers."""
+
+
+def setting_named(name: str) -> str | None:
+    """The setting that this name, or its name in another trainer, stands for alone; None if there is none."""
+    meant = [key for key, names in OTHER_NAMES.items() if name in names]
+    meant += [key for key in known_keys() if key.rpartition(".")[2] == name and key.count(".")]
+    return meant[0] if meant and (len(meant) == 1 or meant[0] in OTHER_NAMES) else None
 
 
 def _nearest(location: list[str]) -> str:

@@ -529,7 +529,8 @@ class ValidationPrompt(Section):
 
 class ValidationConfig(Section):
     validation_steps: Positive | None = None
-    """Measure the loss of held-out samples every this many steps; by default never."""
+    """Measure the loss of held-out samples before training, every this many steps, and after the last; by default
+    never."""
     num_samples: Positive = 16
     """Held-out samples whose loss is measured."""
     source: str | None = None

@@ -428,8 +428,14 @@ def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Notice | Dra
         return ARCHIVES[kind](paths, needs)
     if is_remote(source):
         return _read_hub(source, needs) if is_dataset(source) else _read_folder(_opened(source), needs)
-    what = "this is not a source that can be read" if source.exists() else "there is no such source"
-    raise SourceError(what, where=source, expected=KINDS, do="correct the path")
+    check_exists(source)
+    raise SourceError("this is not a source that can be read", where=source, expected=KINDS, do="correct the path")
+
+
+def check_exists(source: Location) -> None:
+    """SourceError if there is nothing at a path of this machine; of tars, a pattern with braces may stand for many."""
+    if not is_remote(source) and not source.exists() and suffix(source) not in ARCHIVES:
+        raise SourceError("there is no such source", where=source, expected=KINDS, do="correct the path")
 
 
 def _opened(path: Location) -> Folder:

@@ -47,8 +47,10 @@ class Validation:
     edit_mask_weight: float
     family: Family
 
-    def measures_loss(self, step: int) -> bool:
-        return self.config.validation_steps is not None and step % self.config.validation_steps == 0
+    def measures_loss(self, step: int, max_steps: int) -> bool:
+        """True if the loss is measured after this step; step 0 is before training."""
+        every = self.config.validation_steps
+        return every is not None and (step % every == 0 or step == max_steps)
 
     def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
         """The mean loss over the samples of all processes: overall, and per quarter of the noise levels.
