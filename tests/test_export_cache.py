@@ -61,7 +61,7 @@ def test_an_exported_cache_is_imported_as_the_same_samples(
     out = exported(first, tool, tmp_path / "out")
     if tool == "qflux":
         options = ["--captions", out / "data" / "images"]
-    again = imported(tool, out if tool == "diffusion-pipe" else out / "cache", tmp_path / "again", *options)
+    again = imported(tool, out / "cache" if tool == "qflux" else out, tmp_path / "again", *options)
     expected, found = open_cache(first), open_cache(again)
     assert {sample.key for sample in found} == {sample.key for sample in expected}
     for sample in expected:
@@ -91,8 +91,10 @@ def packed(latents: torch.Tensor) -> torch.Tensor:
 
 def test_musubi_holds_every_size_and_number_of_controls(built: Callable[..., Path], tmp_path: Path) -> None:
     """Each size is a bucket of its own by the settings of the export."""
-    cache = built("edit-plus")
-    out = exported(cache, "musubi", tmp_path / "out", *NO_EMPTY, "--leave-out", "edit_mask")
+    cache, out = built("edit-plus"), tmp_path / "out"
+    result = export(cache, "musubi", out, "--leave-out", "edit_mask")
+    assert (result.code, "without edit_mask, which 1 sample has\n" in result.stderr) == (0, True)
+    assert "without empty_prompt_embeds, which 4 samples have: it has no caption dropout\n" in result.stderr
     samples = list(open_cache(cache))
     largest = 0
     for path in (out / "cache").glob("*_te.safetensors"):
@@ -175,8 +177,9 @@ def test_what_a_tool_cannot_hold_is_refused_by_name(
     tool: str, message: str, built: Callable[..., Path], tmp_path: Path
 ) -> None:
     cache, out = built("edit-plus"), tmp_path / "out"
-    without = "musubi-tuner cannot hold edit_mask of 1 sample and empty_prompt_embeds of 4 samples"
-    refused(export(cache, "musubi", out), without, "add --leave-out edit_mask --leave-out empty_prompt_embeds")
+    without = "DiffSynth-Studio cannot hold edit_mask of 1 sample and empty_prompt_embeds of 4 samples"
+    refused(export(cache, "diffsynth", out), without, "add --leave-out edit_mask --leave-out empty_prompt_embeds")
+    refused(export(cache, "musubi", out), "musubi-tuner cannot hold edit_mask of 1 sample", "add --leave-out edit_mask")
     options = ("--leave-out", "edit_mask", *NO_EMPTY)
     result = export(cache, tool, out, *options)
     assert (result.code, out.exists()) == (2, False)

@@ -714,6 +714,20 @@ def test_missing_and_invalid_musubi_files(made: list[TrainerSample], tmp_path: P
     refused(result, "b dog_0800x0600_qie.safetensors: its text file is missing", "not a safetensors file")
 
 
+def test_the_one_cache_of_musubi_inside_a_folder_is_taken(made: list[TrainerSample], tmp_path: Path) -> None:
+    """As `export` writes it, and as a data set holds it."""
+    cache = write_musubi(tmp_path / "set" / "cache", made)
+    (tmp_path / "set" / "images").mkdir()
+    (tmp_path / "set" / "images" / "a_cat.safetensors").write_bytes(b"no")
+    result = import_("musubi", tmp_path / "set", tmp_path / "out")
+    assert (result.code, len(open_cache(tmp_path / "out"))) == (0, 3)
+    assert result.stderr.startswith(f"{cache} is the one cache in {tmp_path / 'set'}\n")
+    write_musubi(tmp_path / "set" / "more", made[:1])
+    result = import_("musubi", tmp_path / "set", tmp_path / "other")
+    refused(result, "this folder has several caches (expected one, found cache, more)")
+    refused(import_("musubi", tmp_path, tmp_path / "other"), "not a cache of musubi-tuner", "or in one folder in it")
+
+
 def test_a_mixture_of_dtypes_is_stored_in_the_dtype_that_represents_it(
     made: list[TrainerSample], tmp_path: Path
 ) -> None:

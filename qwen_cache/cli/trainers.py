@@ -75,6 +75,8 @@ def import_(
     settings = load_config(config, set_, [out, on_error])
     options = Options(tuple(parse_size(text) for text in image_size or ()), captions)
     job = prepare(settings, tool, source, claimed_model(model, pipeline), options, dtype)
+    if job.source != source:
+        console().print(f"{plain(job.source)} is the one cache in {plain(source)}", markup=False)
     with counting("reading", in_bytes=True) as on_bytes:
         plan = make_plan(job, on_bytes)
     if dry_run:
@@ -195,8 +197,7 @@ def _import_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
     page="howto/export-a-cache.md",
     examples=[
         "qwen-cache export shards --to qflux --out qflux --on-error skip",
-        "qwen-cache export s3://team/shards --to musubi --out musubi \\\n"
-        "     --leave-out empty_prompt_embeds --leave-out edit_mask",
+        "qwen-cache export s3://team/shards --to musubi --out musubi --leave-out edit_mask",
     ],
 )
 def export(
@@ -255,7 +256,9 @@ def _print_export(plan: ExportPlan, *, as_json: bool) -> None:
     out.print(f"[bold]cache[/]  {verbatim(plan.cache.folder)}")
     out.print(f"[bold]plan[/]   {plural(len(plan.stems), 'sample')} for {plan.tool.title}, {human_bytes(plan.bytes)}")
     for name, count in sorted(plan.left_out.items()):
-        out.print(f"       without {name}, which {plural(count, 'sample')} {'has' if count == 1 else 'have'}")
+        why = plan.tool.unused.get(name)
+        has = f"which {plural(count, 'sample')} {'has' if count == 1 else 'have'}"
+        out.print(f"       without {name}, {has}{f': {why}' if why else ''}")
     print_problems(plan.problems, "the cache")
 
 

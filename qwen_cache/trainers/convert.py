@@ -135,6 +135,8 @@ def prepare(
         raise ConfigError(f"--image-size and --captions are for qflux; {tool} stores both")
     if not source.is_dir():
         raise SourceError("no such folder", where=source, do="give the folder of the cache to import")
+    if tool == "musubi":
+        source = musubi.locate(source)
     if directory.is_same(source, destination(config.cache.path)):
         raise ConfigError("a cache cannot be imported into itself", where=source, do="choose another folder with --out")
     return ImportJob(config, tool, source, model, options, dtype)
@@ -383,7 +385,7 @@ class _Samples(Sequence[NamedSample]):
 
 
 def _left_out(tool: Tool, left_out: Counter[str], named: Sequence[str]) -> ConfigError | None:
-    missing = sorted(left_out.keys() - set(named))
+    missing = sorted(left_out.keys() - set(named) - tool.unused.keys())
     if not missing:
         return None
     counts = " and ".join(f"{name} of {plural(left_out[name], 'sample')}" for name in missing)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -196,6 +196,8 @@ class Tool:
     write: Callable[[Export], None]
     command: str
     """What to do with the export: a line to run there."""
+    unused: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that its training has no use for, each with the reason: they are left out without a question."""
 
 
 def images_of(sample: Sample) -> list[torch.Tensor]:

@@ -58,20 +58,42 @@ def find(folder: Path, options: Options) -> Iterator[FoundSample | SourceError]:
     """The samples in `folder`, sorted by name."""
     text: dict[tuple[str, str], Path] = {}
     latents: dict[tuple[str, str], list[Path]] = defaultdict(list)
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _files(folder):
         if match := TEXT_FILE.fullmatch(path.name):
             text[match["stem"], match["arch"]] = path
         elif match := LATENT_FILE.fullmatch(path.name):
             latents[match["stem"], match["arch"]].append(path)
-    if not text and not latents:
-        raise SourceError(
-            "not a cache of musubi-tuner for Qwen-Image",
-            where=folder,
-            expected="files *_qie.safetensors and *_qie_te.safetensors, or *_qi.safetensors and *_qi_te.safetensors",
-            found=f"{len(list(folder.glob('*')))} other files",
-        )
     for stem, arch in sorted(latents.keys() | text.keys()):
         yield _pair(stem, latents[stem, arch], text.get((stem, arch)))
+
+
+def locate(folder: Path) -> Path:
+    """The cache: this folder, or else the one folder in it that is one, as in a data set or an export.
+
+    SourceError if there is none, or more than one.
+    """
+    if _files(folder):
+        return folder
+    inner = [each for each in sorted(folder.iterdir()) if each.is_dir() and _files(each)]
+    if len(inner) == 1:
+        return inner[0]
+    if inner:
+        do = "name one of them, and import each into a cache of its own"
+        found = ", ".join(each.name for each in inner[:10])
+        raise SourceError("this folder has several caches", where=folder, expected="one", found=found, do=do)
+    raise SourceError(
+        "not a cache of musubi-tuner for Qwen-Image",
+        where=folder,
+        expected="files *_qie.safetensors and *_qie_te.safetensors, or *_qi.safetensors and *_qi_te.safetensors, "
+        "in it or in one folder in it",
+        found=f"{len(list(folder.glob('*')))} other files",
+    )
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files of a cache, by their names."""
+    paths = sorted(folder.glob("*.safetensors"))
+    return [each for each in paths if TEXT_FILE.fullmatch(each.name) or LATENT_FILE.fullmatch(each.name)]
 
 
 def _pair(stem: str, latents: list[Path], text: Path | None) -> FoundSample | SourceError:
@@ -224,5 +246,10 @@ def _toml(export: Export, side: int) -> str:
 
 
 TOOL = Tool(
-    "musubi-tuner", ALWAYS, refusing, write, "qwen_image_train_network.py --dataset_config {folder}/dataset.toml"
+    "musubi-tuner",
+    ALWAYS,
+    refusing,
+    write,
+    "qwen_image_train_network.py --dataset_config {folder}/dataset.toml",
+    {"empty_prompt_embeds": "it has no caption dropout"},
 )

@@ -51,7 +51,7 @@ def make(name: str, prompt: str, sizes: Sequence[tuple[int, int]], length: int, 
 
 
 def write_musubi(folder: Path, samples: Sequence[TrainerSample], arch: str = "qie") -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for sample in samples:
         latents = {}
         for i, z in enumerate(sample.latents):
