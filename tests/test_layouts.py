@@ -9,6 +9,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -69,6 +71,47 @@ def musubi() -> None:
     fill("control", "{}_0", "{}_1")
 
 
+def musubi_from_one() -> None:
+    fill("images", prompts=True)
+    fill("control", "{}_1", "{}_2")
+
+
+def white_mask(folder: str) -> None:
+    fill(folder, names=NAMES[2:])
+    Image.new("L", (64, 48), 255).save(Path("mine", folder, f"{NAMES[2]}.png"))
+
+
+def with_masks() -> None:
+    fill("target", prompts=True)
+    fill("control")
+    white_mask("masks")
+
+
+def targets_beside_masks() -> None:
+    beside_targets()
+    white_mask("mask")
+
+
+def simple_tuner() -> None:
+    fill("edited-images", prompts=True)
+    fill("reference-images")
+
+
+def simple_tuner_two() -> None:
+    fill("edited", prompts=True)
+    fill("reference-a")
+    fill("reference-b")
+
+
+def fizgig() -> None:
+    fill("edited folder", prompts=True)
+    fill("originals folder")
+
+
+def kohya() -> None:
+    fill("10_cat", prompts=True)
+
+
 def one_trainer() -> None:
     fill(".", "{}", "{}-condlabel", "{}-masklabel", prompts=True)
 
@@ -94,8 +137,20 @@ LAYOUTS: dict[str, tuple[Callable[[], None], int, str]] = {
     "OneTrainer": (one_trainer, 1, ""),
     "targets beside a folder of controls": (beside_targets, 1, ""),
     "DiffSynth-Studio": (diffsynth, 1, ""),
+    "musubi-tuner, numbers from 1": (musubi_from_one, 2, "images has prompts, control none"),
+    "masks beside known folders": (with_masks, 1, "images of masks are the edit masks of their targets"),
+    "masks beside the targets": (targets_beside_masks, 1, "images of mask are the edit masks of their targets"),
+    "SimpleTuner": (simple_tuner, 1, "edited-images has prompts, reference-images none"),
+    "SimpleTuner, two controls": (simple_tuner_two, 2, ""),
+    "Fizgig": (fizgig, 1, "edited folder has prompts, originals folder none"),
+    "kohya": (kohya, 0, ""),
 }
 """The function that writes each, its controls per sample, and the reason that is given."""
+OPTIONS = {
+    "SimpleTuner, two controls": ["--targets", "edited", "--controls", "reference-a", "--controls", "reference-b"],
+    "kohya": ["--targets", "10_cat"],
+}
+"""Options of `init` that say what the files do not."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,13 +159,14 @@ def test_init_and_build_read_the_same_pairs(
 ) -> None:
     write, controls, why = LAYOUTS[layout]
     write()
-    result = json.loads(run("qwen-cache", "init", "mine", "--json").stdout)
+    result = json.loads(run("qwen-cache", "init", "mine", "--json", *OPTIONS.get(layout, ())).stdout)
     assert (result["samples"], result["controls"]) == (3, [controls, controls])
-    assert result["models"][0] == "Qwen/Qwen-Image-Edit-2509"
+    assert result["models"][0] == ("Qwen/Qwen-Image-Edit-2509" if controls else "Qwen/Qwen-Image")
     assert why in " ".join(result["notices"])
     assert bool(why) == bool(result["notices"])
-    model = str(tiny_model("edit-plus"))
+    model = str(tiny_model("edit-plus" if controls else "t2i"))
     plan = json.loads(run("qwen-cache", "build", "--model", model, "--dry-run", "--json").stdout)
+    assert plan["problems"] == []
     assert plan["to_encode"] == 3
     assert plan["controls"] == [{"controls": controls, "samples": 3}]
     assert [each["name"] for each in plan["samples"]] == [
@@ -153,6 +209,59 @@ def test_numbered_controls_begin_at_0_and_take_the_place_of_the_plain_name() -> 
     content = read_content(Path("mine"), needs_control=True)
     assert [row.name for row in content.rows] == ["Dune", "Garden", "Silk"]
     assert {Path(problem.where).name for problem in content.problems} == {"Silk_0.png", "Silk_1.png"}
+
+
+def test_controls_are_numbered_from_1_if_no_target_has_another_control() -> None:
+    musubi_from_one()
+    assert read()[2] == ("images/Silk.png", ["control/Silk_1.png", "control/Silk_2.png"], None)
+    Path("mine/control/Silk_1.png").unlink()
+    content = read_content(Path("mine"), needs_control=True)
+    assert [row.name for row in content.rows] == ["Dune", "Garden"]
+    fill("control", "{}", names=("Dune",))  # then Garden_1 is no control of Garden
+    content = read_content(Path("mine"), needs_control=True)
+    assert [row.name for row in content.rows] == ["Dune"]
+
+
+def test_masks_beside_known_folders_are_edit_masks() -> None:
+    with_masks()
+    assert read()[1:] == [
+        ("target/Garden.png", ["control/Garden.png"], None),
+        ("target/Silk.png", ["control/Silk.png"], "masks/Silk.png"),
+    ]
+    [notice] = read_content(Path("mine"), needs_control=True).notices
+    assert notice.do == "if they are none: --set data.edit_mask=none"
+    fill("masks", names=("other",))  # not of these targets, so not recognised
+    assert [row[2] for row in read()] == [None, None, None]
+    assert read(columns=ColumnsConfig(mask="control", control=[]))[0] == ("target/Dune.png", [], "control/Dune.png")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_paths_of_images_in_a_table_are_used_or_refused(kind: str) -> None:
+    """As in CSV, with the setting that uses them."""
+    fill("after")
+    fill("before")
+    fill("depth")
+    columns = {name: [f"{name}/{each}.png" for each in NAMES] for name in ("after", "vorher", "depth")}
+    columns["vorher"] = [f"before/{each}.png" for each in NAMES]
+    columns |= {"prompt": ["change it"] * 3, "place": ["depth", "before", ""]}
+    source = Path("mine") / ("my.parquet" if kind == "parquet" else "set")
+    if kind == "parquet":
+        pq.write_table(pa.table(columns), source)
+    else:
+        columns |= {name: [f"../{path}" for path in columns[name]] for name in ("after", "vorher", "depth")}
+        source.mkdir()
+        table = pa.table(columns)
+        with pa.OSFile(str(source / "data.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+        (source / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}', encoding="utf-8")
+    refused = run("qwen-cache", "init", str(source))
+    assert (refused.code, Path("qwen.yaml").exists()) == (2, False)
+    assert "columns hold images and are not used (expected every column with images" in refused.stderr
+    assert "found 'vorher', 'depth')" in refused.stderr
+    assert """--set 'data.columns.control=["vorher", "depth"]'""" in refused.stderr
+    assert run("qwen-cache", "init", str(source), "--controls", "vorher").code == 0
+    content = read_content(source, needs_control=True, columns=ColumnsConfig(control=["vorher", "depth"]))
+    assert [len(row.controls) for row in content.rows] == [2, 2, 2]
 
 
 def test_two_folders_with_prompts_are_two_sets() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -27,7 +27,8 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.sources.places import RangeFile, TableFolder, base_name, open_regular, parent, read_bytes
-from qwen_cache.sources.rows import LEFT_OUT, Columns, Draft, Needs, Record, find_columns, read_rows
+from qwen_cache.sources.rows import LEFT_OUT, Columns, Draft, Needs, Record, find_columns, given, read_rows, role_of
+from qwen_cache.sources.tables import LOOKED_AT, image_columns
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.text import parse_json
 
@@ -305,7 +306,8 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
     rows = 0
     for table in tables:
         if first is None:
-            first, columns = table, find_columns(table.schema.names, table.path, needs)
+            images = _columns_of_paths(table, needs)
+            first, columns = table, find_columns(table.schema.names, table.path, needs, images=images)
         used = [name for listed in columns.values() for name in listed]
         for name in [*used, *(each for each in table.schema.names if each.strip().lower() in LEFT_OUT)]:
             if not all(name in each.schema.names for each in (first, table)) or (
@@ -322,6 +324,23 @@ def _read_tables(tables: Iterable[Table], where: Location, needs: Needs) -> Iter
         table.embedding = frozenset(name for name in table.images if table.embeds(name, unnamed[name]))
     if not rows:
         raise SourceError("the table has no rows", where=where, expected="one row per sample", do="name another source")
+
+
+def _columns_of_paths(table: Table, needs: Needs) -> list[str]:
+    """The columns of text without a role whose first values are paths of images that exist on this machine."""
+    named = {name for names in given(needs.columns).values() for name in names}
+    fields = [each for each in table.schema if each.name not in named and role_of(each.name)[0] is None]
+    names = [each.name for each in fields if _is_text(each.type)]
+    if not names or is_remote(table.path):
+        return []
+    with _explained(table.path):
+        rows = [{name: value.as_py() for name, value in row.items()} for row in islice(table.records(names), LOOKED_AT)]
+    return image_columns(names, [(str(table.path), row) for row in rows], parent(table.path))
+
+
+def _is_text(kind: Any) -> bool:
+    inner = kind.value_type if _is_list(kind) else kind
+    return bool(pa.types.is_string(inner) or pa.types.is_large_string(inner))
 
 
 def _records(table: Table, used: Sequence[str], unnamed: Counter[str]) -> Iterator[Record]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from qwen_cache.errors import Notice, SourceError
@@ -28,13 +28,15 @@ PAIRED_CONTROL_FOLDERS = (
     *("input_images", "source_images", "original_images", "before_images"),
 )
 """Names that are recognised only beside a folder for the other role: alone, they may be any subfolder."""
+MASK_FOLDERS = ("masks", "mask", "mask_images", "edit_masks")
+"""Names that are recognised beside the targets, if they hold masks of targets."""
 KNOWN = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
 PAIRED = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
 
 ENDING = re.compile(r"(.+)_(?:control_([1-9][0-9]*)|mask)", re.DOTALL)
 """A further control, or a mask, in a folder of controls."""
 NUMBERED = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
-"""A control of musubi-tuner: NAME_0, NAME_1, … in place of NAME."""
+"""A control of musubi-tuner: NAME_0, NAME_1, … in place of NAME, or NAME_1, NAME_2, … in the whole folder."""
 LABEL = re.compile(r"(.+)-(condlabel|masklabel)", re.DOTALL)
 """A control or a mask of OneTrainer, beside its target."""
 REPEATS = re.compile(r"([1-9][0-9]{0,3})_.+")
@@ -72,6 +74,8 @@ class Layout:
     """True if the controls are beside the targets, as NAME-condlabel."""
     notices: tuple[Notice, ...] = ()
     """The reading that the files decided, and the options that decide otherwise."""
+    first_number: int = 0
+    """The number of the first control of a target, where they are numbered: NAME_0, or NAME_1."""
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -144,7 +148,10 @@ def find_layout(folder: Folder, needs: Needs) -> Layout:
         )
     if not (folders["control"] or has_labels or "control" in named):
         notices += tuple(_of_text_to_image(folder, target, needs))
-    return Layout(target, tuple(folders["control"]), mask, prompt, has_labels, notices)
+    layout = Layout(target, tuple(folders["control"]), mask, prompt, has_labels, notices)
+    if mask is None and "mask" not in named:
+        layout = _with_masks(folder, layout)
+    return replace(layout, first_number=_first_number(folder, layout))
 
 
 # ---- by name ---------------------------------------------------------------------------------------------------------
@@ -189,6 +196,35 @@ def _is_below(folder: Folder, name: str) -> bool:
         return False
 
 
+def _with_masks(folder: Folder, layout: Layout) -> Layout:
+    """The layout with a folder of masks beside its folders, if one has a known name and the names of targets."""
+    used = (layout.target, *layout.others)
+    found = [name for name in folder.folders if name.lower() in MASK_FOLDERS and name not in used]
+    if len(found) != 1 or (layout.target == "." and not layout.controls):
+        return layout
+    masks, targets = _stems(folder, found[0]), _stems(folder, layout.target)
+    if not masks or len(masks & targets) < PAIRS * len(masks):
+        return layout
+    what = f"images of {found[0]} are the edit masks of their targets: the name of the folder"
+    notice = Notice(what, tuple(sorted(masks)[:3]), "if they are none: --set data.edit_mask=none", len(masks))
+    return replace(layout, mask=found[0], notices=(*layout.notices, notice))
+
+
+def _first_number(folder: Folder, layout: Layout) -> int:
+    """The number of the first control in a folder of numbered ones: 1 if no target has NAME or NAME_0 there."""
+    if len(layout.controls) != 1:
+        return 0
+    targets, controls = _stems(folder, layout.target), _stems(folder, layout.controls[0])
+    if not targets.isdisjoint(controls):
+        return 0
+    matches = [match for match in map(NUMBERED.fullmatch, controls) if match and match[1] in targets]
+    return int(any(int(match[2]) == 1 for match in matches) and not any(int(match[2]) == 0 for match in matches))
+
+
+def _stems(folder: Folder, name: str) -> set[str]:
+    return {posixpath.splitext(path)[0] for path in folder.below(name) if _is_image(path)}
+
+
 # ---- by files --------------------------------------------------------------------------------------------------------
 # Only what would be a problem for every image is read in another way: a folder whose images have no prompts, beside one
 # whose images do. So recognising more changes no sample.
@@ -202,7 +238,8 @@ def _by_files(
         return folders, ()
     groups = {name: group for name, group in _groups(folder).items() if name not in masks}
     controls = [groups[name] for name in folders["control"] if name in groups]
-    if controls and _share(_outside(folder, folders["control"] + masks), controls[0]) >= LIKE_PAIRS:
+    beside = [*masks, *(name for name in folder.folders if name.lower() in MASK_FOLDERS)]
+    if controls and _share(_outside(folder, folders["control"] + beside), controls[0]) >= LIKE_PAIRS:
         return folders | {"target": ["."]}, ()
     targets = [groups[name] for name in folders["target"] if name in groups]
     free = [each for each in groups.values() if each not in controls and each not in targets]

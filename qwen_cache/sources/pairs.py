@@ -171,7 +171,7 @@ def _read_targets(
         files = _scan(folder, name)
         others[name] = files.others
         for stem, paths in files.images.items():
-            target, slot = _owner(stem, targets, layout.slot(name), files.images)
+            target, slot = _owner(stem, targets, layout.slot(name), files.images, layout.first_number)
             if target is None:
                 strays[name, stem] = paths
             else:
@@ -352,11 +352,11 @@ OTHER_PROMPTS = (".caption", ".cap", ".tags")
 
 
 def _owner(
-    name: str, targets: Collection[str], slot: int | None, beside: Collection[str] = ()
+    name: str, targets: Collection[str], slot: int | None, beside: Collection[str] = (), first: int = 0
 ) -> tuple[str | None, int]:
     """The target that a file belongs to, and its slot there: `slot`, or in a folder of all controls by its name.
 
-    NAME_0, NAME_1, … are controls of NAME if the first is there, `beside` it, and NAME is not.
+    NAME_0, NAME_1, … are controls of NAME if the one of the number `first` is there, `beside` it, and NAME is not.
     """
     if name in targets:
         return name, slot or 0
@@ -365,8 +365,8 @@ def _owner(
     numbered = NUMBERED.fullmatch(name)
     if numbered and numbered[1] in targets and numbered[1] not in beside:
         owner, number = numbered.groups()
-        if f"{owner}_{'0' * len(number)}" in beside:
-            return owner, int(number)
+        if f"{owner}_{first:0{len(number)}}" in beside and int(number) >= first:
+            return owner, int(number) - first
     return _further(name, targets)
 
 

@@ -330,7 +330,7 @@ def read_text_table(path: Location, needs: Needs) -> Iterator[Problem | Notice |
     names, records = (READERS | {PROMPTS: _lines})[suffix(path)](path, text)
     if not records:
         raise SourceError("the table has no rows", where=path, expected="one row per sample", do="name another source")
-    columns = find_columns(names, path, needs, images=_image_columns(names, records, parent(path)))
+    columns = find_columns(names, path, needs, images=image_columns(names, records, parent(path)))
     if suffix(path) == ".csv" and (delimiter := delimiter_of(text)) != ",":
         what = f"rows of a .csv have their cells separated by {DELIMITERS[delimiter]}, not commas"
         yield Notice(what, (base_name(path),), "save it with commas if this is wrong", len(records))
@@ -341,7 +341,7 @@ LOOKED_AT = 8
 """Rows of a table whose cells are looked at for images: one may be empty, and the rest need not exist either."""
 
 
-def _image_columns(names: Sequence[str], records: Sequence[Record | Problem], folder: Location) -> list[str]:
+def image_columns(names: Sequence[str], records: Sequence[Record | Problem], folder: Location) -> list[str]:
     """The columns whose first cells are nothing but paths, or lists of paths, of images that exist on this machine."""
     if is_remote(folder):
         return []
