@@ -20,7 +20,7 @@ from qwen_cache.settings.sections import DataConfig
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import VARIABLE, console, is_verbose, set_verbosity
-from qwen_cache.text import shell_line
+from qwen_cache.text import plain, shell_line
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 # Signals: SIGINT and SIGTERM finish the step, save and stop; SIGUSR1 saves, and training continues.
@@ -247,6 +247,19 @@ class ToEncode:
 def only_cache(cache: Given | None) -> list[Given]:
     """The settings for a cache from the command line, which replaces all caches in qwen.yaml."""
     return [cache, Given("CACHE", "train.caches", [])] if cache else []
+
+
+def cache_of_run(folder: Path) -> str | None:
+    """The first cache that the run in a folder was trained on, if it is on this machine; a line says so."""
+    with suppress(QwenCacheError, OSError):
+        if (folder / CONFIG_NAME).is_file() and not (folder / MANIFEST_NAME).exists():
+            run = load_saved(folder / CONFIG_NAME)
+            caches = [entry.path for entry in run.train.caches if not entry.teacher] or [run.cache.path]
+            if not is_remote(location(caches[0])) and (Path(caches[0]) / MANIFEST_NAME).is_file():
+                text = f"the cache is {plain(caches[0])}, as in {plain(folder / CONFIG_NAME)}"
+                console().print(text, markup=False, highlight=False)
+                return caches[0]
+    return None
 
 
 def run_settings(

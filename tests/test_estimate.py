@@ -69,7 +69,7 @@ def test_tokens_and_bytes_are_about_what_the_build_writes(
     assert expected["image_tokens"] == written["image_latents"] + written["control_latents"]
     assert expected["text_tokens"] == pytest.approx(text, rel=0.5), "of English; the tiny tokenizer makes more of it"
     size = sum(path.stat().st_size for path in out.glob("*.tar"))
-    assert expected["bytes"] == pytest.approx(size, rel=0.5), "of tiny samples much is headers"
+    assert expected["bytes"] == pytest.approx(size, rel=0.25), "with headers and thumbnails"
     assert expected["seconds"] is None
     assert dry_run(pairs, out, tiny_model(variant))["bytes"] == 0
 

@@ -111,7 +111,32 @@ def test_defaults_that_a_model_decides_are_the_models() -> None:
     assert settings["max_sequence_length"].default == str(ours["max_sequence_length"])
 
 
-def test_a_misspelt_option_is_answered_by_the_nearest_alone() -> None:
-    result = run("qwen-cache", "build", "--dryrun")
-    assert result.code == 2
-    assert "No such option: --dryrun (Possible options: --dry-run)" in result.stderr
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("qwen-cache build --dryrun", "qwen-cache build has no option --dryrun\n  → did you mean --dry-run?"),
+        ("qwen-train run --lr 1e-4", "has no option --lr\n  → did you mean --learning-rate?"),
+        ("qwen-train run --lora-rank=8", "has no option --lora-rank\n  → did you mean --rank?"),
+        ("qwen-train run --blocks-to-swap 9", "--blocks-to-swap\n  → did you mean --set train.offload_blocks=…?"),
+        ("qwen-train run --max-tokens 9", "--max-tokens\n  → did you mean --set train.max_tokens=…?"),
+        ("qwen-train run --frobnicate", "--frobnicate\n  → `qwen-train run --help` lists the options"),
+        ("qwen-train train", "there is no command train\n  → did you mean `qwen-train run`?"),
+        ("qwen-train resume out", "there is no command resume\n  → did you mean `qwen-train run --resume`?"),
+        ("qwen-cache run", "there is no command run\n  → did you mean `qwen-train run`?"),
+        ("qwen-cache verfy", "there is no command verfy\n  → did you mean `qwen-cache verify`?"),
+        ("qwen-cache frob", "there is no command frob\n  → `qwen-cache --help` lists the commands"),
+    ],
+)
+def test_what_is_typed_in_other_words_is_answered_by_what_it_means(typed: str, meant: str) -> None:
+    result = run(*typed.split())
+    assert (result.code, result.stderr.endswith(f"{meant}\n")) == (2, True), result.stderr
+
+
+@pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])
+def test_other_words_for_commands_stand_for_commands(program: str) -> None:
+    commands = PROGRAMS[program]
+    for meant in commands.meant.values():
+        named, name, *arguments = meant.split()
+        options = {option for parameter in PROGRAMS[named][name].params for option in parameter.opts}
+        assert {each for each in arguments if each.startswith("--")} <= options
+    assert not commands.meant.keys() & commands.keys()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -23,6 +24,7 @@ from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
 from qwen_cache.format.update import Existing, commit_update, open_staging, plan_update
+from qwen_cache.inspect.terminal import describe, print_sample
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Mixture
@@ -149,6 +151,32 @@ def test_terminal_and_page_agree_with_json(mixed: Path, tmp_path: Path) -> None:
             assert [float(cell) for cell in line[2:]] == pytest.approx(percentages, abs=0.051)
     for document in (" ".join(text.split()), html):
         assert "train.layout=packed pads nothing" in document
+
+
+def test_beside_a_page_only_the_flags_are_printed(mixed: Path, tmp_path: Path) -> None:
+    lines = run("qwen-cache", "inspect", mixed, "--html", tmp_path / "page.html").stdout.splitlines()
+    assert lines[1:] == ["default: no flags"]
+
+
+def test_a_terminal_with_colours_shows_the_images_of_a_sample(
+    built: Built, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two pixels in each character, those of the thumbnail made smaller."""
+    described, images = describe(built("edit-plus"), "cat")
+    assert [image.size for image in images] == [(128, 128), (128, 128), (160, 96)]
+    for name, value in {
+        "FORCE_COLOR": "1",
+        "COLORTERM": "truecolor",
+        "TERM": "xterm-256color",
+        "COLUMNS": "120",
+    }.items():
+        monkeypatch.setenv(name, value)
+    print_sample(described, images)
+    first = re.findall(r"\x1b\[38;2;(\d+);(\d+);(\d+);48;2;(\d+);(\d+);(\d+)m▀", capsys.readouterr().out)
+    small = np.asarray(images[0].convert("RGB").resize((32, 32), Image.Resampling.LANCZOS))
+    assert [int(each) for each in first[0]] == [*small[0, 0], *small[1, 0]]
+    print_sample(described)
+    assert "▀" not in capsys.readouterr().out
 
 
 def test_no_samples_make_no_batches(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_command_of_one_process_is_refused_once(monkeypatch: pytest.MonkeyPatc
     A WORLD_SIZE alone, of a container, does not matter to these commands.
     """
     monkeypatch.setenv("WORLD_SIZE", "4")
-    refused(run("qwen-train", "plan", "nowhere"), "nowhere: no cache.json here")
+    refused(run("qwen-train", "plan", "nowhere"), "nowhere: no such folder")
     for name, value in (TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0"}).items():
         monkeypatch.setenv(name, value)
     for command in (

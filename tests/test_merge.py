@@ -181,4 +181,4 @@ def test_incompatible_caches_are_refused(whole: Path, built: Built, tmp_path: Pa
     assert recipe.code == 2
     assert "two different recipes are called 'default'" in recipe.stderr
     assert "cannot be merged into itself" in merge(whole, whole).stderr
-    assert "no cache.json here" in merge(tmp_path / "x", whole, tmp_path / "nothing").stderr
+    assert "nothing: no such folder" in merge(tmp_path / "x", whole, tmp_path / "nothing").stderr

@@ -191,7 +191,7 @@ def test_one_folder_under_two_names_is_one_folder(
 
 
 def test_wrong_requests_are_refused(plain: Callable[[str], Path], built: Built, tmp_path: Path) -> None:
-    assert "no cache.json here" in migrate("v1", "v2", tmp_path / "nothing").stderr
+    assert "nothing: no such folder" in migrate("v1", "v2", tmp_path / "nothing").stderr
     assert not (tmp_path / "nothing").exists()
     shutil.copytree(built("edit-plus"), tmp_path / "other")
     taken = migrate("v1", "v2", plain("v1"), "--out", tmp_path / "other")

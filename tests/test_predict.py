@@ -161,7 +161,7 @@ def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
         (["--image", "{image}", "--num-inference-steps", "1"], "one step is too few for this model's scheduler"),
         (["--image", "{image}", "--set", "predict.colour=3"], "known here: dtype, guidance_scale, height"),
         (["--image", "{image}", "--sigmas", "0.5,1"], "the last sigma must be below 1 (found --sigmas 1)"),
-        (["--image", "{image}", "--sigmas", "1,half"], "--sigmas: not a valid value (expected a valid number"),
+        (["--image", "{image}", "--sigmas", "1,half"], "--sigmas: not a valid value (expected a number"),
         (["--image", "{image}", "--true-cfg-scale", "2"], "nothing to guide away from (found --true-cfg-scale 2)"),
         (["--image", "{image}", "--guidance-scale", "2"], "the guidance scale would be ignored"),
         (["--image", "{image}", "--device", "cuda:3"], "--device: no such device on this machine (expected cpu"),

@@ -221,7 +221,7 @@ def test_finished_cells_are_listed_and_kept_after_an_interruption(
         (["strength=0,1"], ["unknown axis"]),
         (["steps=2,4"], ["did you mean num_inference_steps?"]),
         (["seed"], ["--grid takes AXIS=V1,V2,… (expected such as seed=0,1,2, found seed)"]),
-        (["seed=1,x"], ["--grid seed: not a valid value (expected a valid integer", "found x"]),
+        (["seed=1,x"], ["--grid seed: not a valid value (expected an integer", "found x"]),
         (["seed="], ["--grid seed: not a valid value"]),
         (["seed=-1"], ["--grid seed: not a valid value (expected greater than or equal to 0, found -1)"]),
         (["num_inference_steps=0"], ["--grid num_inference_steps", "greater than 0"]),

@@ -72,6 +72,11 @@ def test_the_model_of_a_cache_and_of_a_run_is_not_asked_for_again(train: Trainer
         made = run("qwen-train", "predict", *sample, *options, "--out", tmp_path / f"{len(options)}.png")
         assert made.code == 0, made.stderr
         assert expected in made.stderr
+    cache_of_run = f"the cache is {train.cache}, as in {out / 'qwen.yaml'}\n"
+    for of_run in (("plan", out), ("predict", "--lora", out, *sample[2:], "--out", tmp_path / "of-run.png")):
+        made = run("qwen-train", *of_run)
+        assert (made.code, made.stderr.count(cache_of_run)) == (0, 1), made.stderr
+    assert (tmp_path / "of-run.png").read_bytes() == (tmp_path / "2.png").read_bytes()
     given = run("qwen-train", "plan", train.cache, "--model", train.model)
     assert given.code == 0
     assert "model.path is" not in given.stderr

@@ -368,7 +368,7 @@ def test_permanent_errors_are_not_retried(served: Server) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://bucket/nothing", r"s3://bucket/nothing: no cache.json here(.|\n)*\[F1\]\n  → check the address"),
+        ("s3://bucket/nothing", r"s3://bucket/nothing: no cache.json here: not a cache\n  → check the address"),
         ("s3://no-such-bucket/x", r"s3://no-such-bucket/x: no cache.json here(.|\n)*→ check the address"),
         ("gopher://x/y", r"gopher://x/y: this protocol is not supported \(.*found gopher\)\n  → copy the files"),
         ("s3:/bucket/x", r"s3:/bucket/x: nearly a URL\n  → write s3://bucket/x; a local folder .* \./s3:/b"),

@@ -298,7 +298,7 @@ def test_a_repair_needs_the_settings_of_the_cache(pairs: Path, out: Path, tmp_pa
     assert run("qwen-cache", "build", pairs, "--repair", "--config", out / "qwen.yaml").code == 0
     both = "--repair keeps the recipe, and --replace replaces it\n  → give only one of them\n"
     refused(repair(pairs, out, model, "--replace"), both)
-    refused(repair(pairs, tmp_path / "nothing", model), "no cache.json here: not a cache [F1]")
+    refused(repair(pairs, tmp_path / "nothing", model), "nothing: no cache.json here: not a cache")
     assert build(pairs, out, model, *SMALL).code == 0  # now the file has the settings of this recipe
     do = f"give those of recipe 'default'; {out / 'qwen.yaml'} does not have them"
     refused(repair(pairs, out, model, "--dtype", "bfloat16"), f"{wrong} (found dtype float32 → bfloat16)\n  → {do}\n")

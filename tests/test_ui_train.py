@@ -134,7 +134,7 @@ def test_devices_are_those_that_the_run_sees(
     ("changes", "status", "where", "words"),
     [
         ({"train.max_steps": 0}, 422, "train.max_steps", "greater than 0"),
-        ({"train.lora.rank": "many"}, 422, "train.lora.rank", "valid integer"),
+        ({"train.lora.rank": "many"}, 422, "train.lora.rank", "an integer"),
         ({"train.nothing": 1}, 422, "train.nothing", "unknown key"),
         ({"validation.prompts": [{"control": []}]}, 422, "validation.prompts", "required"),
         ({"train.output_dir": "../outside"}, 403, None, "outside the opened folders"),

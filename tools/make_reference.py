@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache import cli as cache_cli
-from qwen_cache.errors import RULES, QwenCacheError
+from qwen_cache.errors import RULES, NoCacheError, QwenCacheError
 from qwen_cache.settings.load import Config
 from qwen_train import cli as train_cli
 
@@ -154,7 +154,8 @@ def errors_page() -> str:
         "expected, what was found, and after `→` what to do. The programs print it without a traceback and exit with "
         "2; `qwen-cache verify` lists all faults of a cache and exits with 1."
     )
-    public = (error for error in QwenCacheError.__subclasses__() if not error.__name__.startswith("_"))
+    classes = (*QwenCacheError.__subclasses__(), NoCacheError)
+    public = (error for error in classes if not error.__name__.startswith("_"))
     kinds = ((code(error.__name__), inspect.getdoc(error) or "") for error in public)
     rules = ((rule, code(error.__name__), inspect.getdoc(error) or "", error.fix) for rule, error in _by_rule())
     broken = "The rules are those of [the format](format.md); `verify` names the rule with each fault."

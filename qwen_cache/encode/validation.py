@@ -30,6 +30,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Content, Row, check_exists, read_content, read_written, reading
+from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_cache.storage.stores import destination
 
@@ -59,8 +60,9 @@ def prepare_with_validation(
     `prepare_build`.
     """
     check_wanted(config, alone=alone)
-    if not alone:
-        check_exists(location(source or config.data.source))  # before the model, which may be downloaded
+    if not alone:  # what needs no model comes first, since that may be downloaded
+        Resolution.of(config.data)
+        check_exists(location(source or config.data.source))
     if not is_wanted(config):
         return [prepare_build(config, source, on_bytes, here=here)]
     model = fitting_model(config)

@@ -269,7 +269,8 @@ class _Origins:
 
     def of(self, key: str) -> str:
         """The place of a setting: the last assignment to it or to a section around it, else the file."""
-        near = (name for name in reversed(self.assigned) if f"{key}.".startswith(f"{name}."))
+        names = list(reversed(self.assigned))
+        near = (name for name in names if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}."))
         return next((self.assigned[name] for name in near), self.otherwise)
 
 

@@ -42,8 +42,10 @@ def plan(
     from qwen_cache.models.folder import check_name, find_here, open_model
     from qwen_cache.settings.load import load_config
     from qwen_train.data.samples import Planned, check_encoders, open_samples, with_model_of_caches
-    from qwen_train.run import in_one_process, only_cache
+    from qwen_train.run import cache_of_run, in_one_process, only_cache
 
+    if cache and (of_run := cache_of_run(Path(cache.value))):
+        cache = replace(cache, value=of_run)
     settings = load_config(config, set_, [model, transformer, *only_cache(cache)])
     require("torch")
     in_one_process("plan")

@@ -33,7 +33,12 @@ SOURCE = option(
     "`qwen-cache build`, with or without targets.",
     "SOURCE",
 )
-FROM_CACHE = option(GENERATE, "Generate samples of this cache, named by --key; loads no text encoder.", "CACHE")
+FROM_CACHE = option(
+    GENERATE,
+    "Generate samples of this cache, named by --key; loads no text encoder.",
+    "CACHE",
+    shown="with --key, that of the run of --lora",
+)
 KEY = option(GENERATE, "A sample of --from-cache, by name, key or start of the key; repeat it for more.", "NAME")
 LORA = option(
     MODEL,
@@ -147,7 +152,11 @@ def predict(
     settings = load_config(config, set_, [model, transformer, vae, *others, *guidance, *sizes])
     from qwen_train.inference.predict import PredictOptions, check_guidance, run_predict
     from qwen_train.lora.files import split_weight
+    from qwen_train.run import cache_of_run, run_of
 
+    if key and not (from_cache or source) and lora:
+        file = Path(split_weight(lora[0])[0])
+        from_cache = cache_of_run(run_of(file if file.is_dir() else file.parent))
     check_guidance(settings.predict, settings.predict.true_cfg_scale if true_cfg_scale else None)
     if from_cache and any(sizes):
         do = "leave out --width, --height and --output-resolution"

@@ -187,21 +187,28 @@ def metrics(out: Path) -> list[dict[str, float]]:
 
 
 def column(out: Path, name: str) -> list[float]:
-    return [line[name] for line in metrics(out)]
+    """The values of a metric, of the lines that have it: the one before training has no loss."""
+    return [line[name] for line in metrics(out) if name in line]
 
 
 def outcome(out: Path) -> dict[str, object]:
     """The weights, checkpoint and metrics of a finished run, without times."""
     newest = checkpoint.checkpoints(out)[-1][1]
     files = [out / LORA, *sorted(newest.iterdir())]
-    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+    curves = _curves(out)
     return {str(path.relative_to(out)): path.read_bytes() for path in files} | curves
+
+
+def _curves(out: Path) -> dict[str, object]:
+    """What training logged, whether it was validated or not."""
+    lines = [line for line in metrics(out) if "loss" in line]
+    return {name: [line[name] for line in lines] for name in ("step", "loss", "learning_rate", "grad_norm")}
 
 
 def written(out: Path) -> dict[str, object]:
     """All output of a run without its settings, which name the folder, and times."""
     files = [path for path in out.rglob("*") if path.is_file() and path.name not in ("qwen.yaml", "metrics.jsonl")]
-    curves = {name: column(out, name) for name in ("step", "loss", "learning_rate", "grad_norm")}
+    curves = _curves(out)
     return {str(path.relative_to(out)): path.read_bytes() for path in files if path.suffix != ".html"} | curves
 
 
