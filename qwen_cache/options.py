@@ -262,7 +262,7 @@ class Group(TyperGroup):
             near = difflib.get_close_matches(args[0], commands, n=1)
             meant = commands.meant.get(args[0]) or (f"{self.name} {near[0]}" if near else None)
             do = f"did you mean `{meant}`?" if meant else f"`{self.name} --help` lists the commands"
-            raise ConfigError(f"there is no command {args[0]}", do=do)
+            raise ConfigError(f"{self.name} has no such command", found=args[0], do=do)
         return super().resolve_command(ctx, args)
 
 
@@ -296,7 +296,7 @@ class Command(TyperCommand):
                 raise
             meant = self._meant(option) or next(iter(nearest or ()), "")
             do = f"did you mean {meant}?" if meant else f"`{ctx.command_path} --help` lists the options"
-            raise ConfigError(f"{ctx.command_path} has no option {option}", do=do) from None
+            raise ConfigError(f"{ctx.command_path} has no such option", found=option, do=do) from None
 
     def _meant(self, name: str) -> str | None:
         """The option, or the setting, that another name stands for; None if it is unknown."""

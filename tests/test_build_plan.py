@@ -302,14 +302,14 @@ def test_a_disk_that_is_too_small_is_noticed_before_anything_is_encoded(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "new" / "shards"
-    assert "disk     178 kB to write, " in build(pairs, out, model, "--dry-run").stderr
+    assert "disk     229 kB to write, " in build(pairs, out, model, "--dry-run").stderr
     disk(monkeypatch, 10_000_000, 150_000)
     told = (
-        f"error: {out}: the disk has too little space for this build (expected about 178 kB, found 150 kB)\n"
+        f"error: {out}: the disk has too little space for this build (expected about 229 kB, found 150 kB)\n"
         "  → make room (`qwen-cache gc` removes replaced shards), or name a folder on another disk with --out\n"
     )
     dry = build(pairs, out, model, "--dry-run")
-    refused(dry, "disk     178 kB to write, 150 kB free\n", told)
+    refused(dry, "disk     229 kB to write, 150 kB free\n", told)
     found = plan(pairs, out, model)
     assert (found["bytes_to_write"], found["bytes_free"]) == (found["bytes"], 150_000)
     refused(build(pairs, out, model), told)
@@ -328,7 +328,7 @@ def test_a_disk_that_does_not_say_is_no_reason_to_stop(
     assert plan(pairs, tmp_path / "shards", model)["bytes_free"] is None
     result = build(pairs, tmp_path / "shards", model)
     assert result.code == 0
-    assert "disk     178 kB to write, unknown free space\n" in result.stderr
+    assert "disk     229 kB to write, unknown free space\n" in result.stderr
 
 
 def test_a_shard_that_is_written_again_takes_space_too(pairs: Path, out: Path, model: Path) -> None:

@@ -501,10 +501,16 @@ def test_settings_that_a_quantised_file_cannot_take_are_refused(train: Trainer) 
     refused(train.try_(train__method="full", **at), what, "set train.method=lora")
     refused(train.try_(train__lora__use_dora=True, **at), "use_dora is for unquantised weights", "use_dora=false")
     out = train(train__max_steps=1, out="out", **at)
-    result = run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged")
-    refused(result, f"{file}: these weights are quantised: merging would round the LoRA away", "unquantised model")
+    merged = ("export", out, "--to", "merged", "--out", train.folder / "merged")
+    base = ("--model", train.model, "--transformer", file)
+    refused(run("qwen-train", *merged), f"give --model {train.model} --transformer {file}, as in {out / 'qwen.yaml'}")
+    refused(
+        run("qwen-train", *merged, *base),
+        f"{file}: these weights are quantised: merging would round the LoRA away",
+        "unquantised model",
+    )
     write(file, train.model, "bf16")
-    assert run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged").code == 0
+    assert run("qwen-train", *merged, *base).code == 0
 
 
 def test_the_backward_pass_of_an_int8_file_is_by_the_setting(train: Trainer) -> None:

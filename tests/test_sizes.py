@@ -264,7 +264,7 @@ def test_policies_of_one_recipe_give_every_image_the_same_sizes(one: dict[str, A
         ({"resize_mode": "pad"}, "data.resize_mode: not a valid value (expected crop or stretch, found pad)"),
         ({"vae_image_size": 0}, "data.vae_image_size.0: not a valid value (expected greater than 0, found 0)"),
         ({"vae_image_size": []}, "data.vae_image_size: List should have at least 1 item"),
-        ({"resolution": 512}, "data.resolution: not a valid value (expected a valid list, found 512)"),
+        ({"resolution": 512}, "data.resolution: not a valid value (expected a list, found 512)"),
         ({"resolutions_per_sample": "both"}, "data.resolutions_per_sample: not a valid value (expected nearest or all"),
     ],
 )

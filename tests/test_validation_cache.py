@@ -305,7 +305,8 @@ def test_inspect_says_that_they_are_to_be_generated(controls: Path, tmp_path: Pa
     assert build(tmp_path, tmp_path / "shards", model, *to_set(prompts=prompts), "--only-validation").code == 0
     page = tmp_path / "page.html"
     result = run("qwen-cache", "inspect", out, "--scan", "--html", page)
-    assert (result.code, "1, 0 with an edit mask, 1 to generate: without target" in result.stdout) == (0, True)
+    assert result.code == 0
+    assert "1, 0 with an edit mask, 1 to generate: without target" in run("qwen-cache", "inspect", out).stdout
     text = page.read_text(encoding="utf-8")
     rows = json.loads(text.split('id="samples">')[1].split("</script>")[0])
     (row,) = (dict(zip(rows["columns"], values, strict=True)) for values in rows["rows"])

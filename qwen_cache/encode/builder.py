@@ -563,10 +563,8 @@ def ahead(
 TEMPLATE = 1000  # tokens around the prompt and 32 images: more than any template has
 OTHER = 32_000_000  # bytes of header, thumbnails and attention: more than an image of 10 megapixels needs
 COMPRESSED = 0.7  # of the bytes, with zstd: settings/sections.py
-HEADER = 3500  # bytes of a sample beside its tensors: the header of its file, and tar's own blocks
+HEADER = 4000  # bytes of a sample beside its tensors: the header of its file, tar's own blocks, its row in the index
 THUMBNAIL = 0.25  # bytes of a pixel, of photographs as JPEG
-FILES = 30_000  # bytes of cache.json, index.parquet and qwen.yaml, without their rows
-ROW = 400  # bytes of a sample in the index
 
 
 @dataclass(frozen=True)
@@ -616,7 +614,6 @@ def bytes_to_write(job: BuildJob, plan: BuildPlan, update: Update) -> int:
     """
     made = {sample.key for sample in plan.to_encode} | plan.new_masks
     written = estimate([sample for sample in plan.samples if sample.key in made], job).bytes
-    written += FILES + ROW * len(plan.samples) if plan.samples else 0
     written += sum(copies.bytes for copies in plan.reused.values())
     return written + (pc.sum(update.moved.column("length")).as_py() or 0)
 
