@@ -123,7 +123,7 @@ def test_defaults_that_a_model_decides_are_the_models() -> None:
         ("qwen-train train", "did you mean `qwen-train run`?"),
         ("qwen-train resume out", "did you mean `qwen-train run --resume`?"),
         ("qwen-cache run", "did you mean `qwen-train run`?"),
-        ("qwen-cache verfy", "did you mean `qwen-cache verify`?"),
+        ("qwen-cache verifyy", "did you mean `qwen-cache verify`?"),
         ("qwen-cache frob", "`qwen-cache --help` lists the commands"),
     ],
 )

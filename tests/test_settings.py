@@ -157,10 +157,10 @@ def test_an_error_about_a_setting_names_where_it_was_typed(tmp_path: Path, monke
     assert error_of(tmp_path, "--set", "data={slise: 1/2}").startswith("error: --set: unknown key data.slise\n")
     without_path = error_of(tmp_path, "--set", "train.caches=[{pth: a}]")
     assert without_path == "error: --set: unknown key train.caches.0.pth\n  → did you mean train.caches.path?\n"
-    several = error_of(tmp_path, "--set", "train={learning_rate: 1, batchsize: 2}", "--set", "trian.x=1")
+    several = error_of(tmp_path, "--set", "train={learning_rate: 1, batchsize: 2}", "--set", "traim.x=1")
     assert several == (
         "error: --set: 3 unknown keys: train.learning_rate (did you mean optimizer.learning_rate?), train.batchsize "
-        "(did you mean train.batch_size?), trian (did you mean train?)\n"
+        "(did you mean train.batch_size?), traim (did you mean train?)\n"
     )
     number = "error: --set: train.max_steps: not a valid value (expected an integer, found 1k)\n"
     assert error_of(tmp_path, "--set", "train.max_steps=1k") == number
