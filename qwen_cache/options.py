@@ -154,6 +154,13 @@ TARGETS = setting(
     "NAME",
     name="--targets",
 )
+FROM = typer.Option(
+    None,
+    "--from",
+    help="The settings file of another trainer: musubi-tuner, ai-toolkit or SimpleTuner.",
+    metavar="FILE",
+    rich_help_panel=INPUT,
+)
 CONTROLS = option(INPUT, "The folder, column or tar part with the controls; repeat it for more.", "NAME")
 JSON = flag("--json", OUTPUT, "Print one JSON document on stdout and nothing else.")
 CONFIG = option(SETTINGS, "The settings file.", "FILE", shown="qwen.yaml")

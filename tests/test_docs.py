@@ -11,6 +11,7 @@ import ast
 import functools
 import gc
 import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -154,6 +155,8 @@ def folder(
             (tmp_path / name).symlink_to(tiny_model(variant))
         if page == "howto/import-a-cache.md":
             write_other_caches(tmp_path)
+        if page == "howto/come-from-another-trainer.md":
+            write_data_of_others(tmp_path)
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(small(page)), encoding="utf-8")
         return tmp_path
 
@@ -188,6 +191,54 @@ def write_other_caches(folder: Path) -> None:
     write_musubi(folder / "musubi_cache", samples)
     write_qflux(folder / "qflux_cache", samples)
     write_diffusion_pipe(folder / "pipe_cache", samples)
+
+
+OTHERS = {
+    "sets": ("my_dataset/*", "my_dataset_control/+"),
+    "cats": ("10_cat/*", "3_style/*"),
+    "concept": ("*", "+-condlabel", "+-masklabel"),
+    "set": ("after/+", "before/+"),
+    "photos-for-fizgig": ("edited/*", "originals/+"),
+}
+"""The layouts of the page about other trainers, by folder: `*` is an image with a prompt, `+` one without."""
+DATASETS = """\
+[general]
+resolution = [1024, 1024]
+enable_bucket = true
+[[datasets]]
+image_directory = "sets/my_dataset"
+control_directory = "sets/my_dataset_control"
+"""
+JOB = """\
+job: extension
+config:
+  name: mirror
+  process:
+    - type: diffusion_trainer
+      datasets: [{folder_path: sets/my_dataset, control_path: sets/my_dataset_control, resolution: 1024}]
+      model: {name_or_path: Qwen/Qwen-Image-Edit-2509, arch: qwen_image_edit_plus}
+"""
+BACKENDS = [
+    {"id": "a", "type": "local", "instance_data_dir": "sets/my_dataset", "conditioning_data": "b"},
+    {"id": "b", "type": "local", "instance_data_dir": "sets/my_dataset_control", "dataset_type": "conditioning"},
+]
+
+
+def write_data_of_others(folder: Path) -> None:
+    for name, patterns in OTHERS.items():
+        for number, pattern in enumerate(patterns):
+            path = folder / name / (re.sub(r"[*+]", "cat", pattern) + ".png")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            photograph("chelsea.png").resize((128, 96)).rotate(number).save(path)
+            if "*" in pattern:
+                path.with_suffix(".txt").write_text("turn it", encoding="utf-8")
+    table = "image,edit_image,prompt\nafter/cat.png,before/cat.png,turn it\n"
+    (folder / "set" / "metadata.csv").write_text(table, encoding="utf-8")
+    (folder / "dataset.toml").write_text(DATASETS, encoding="utf-8")
+    (folder / "job.yaml").write_text(JOB, encoding="utf-8")
+    (folder / "multidatabackend.json").write_text(json.dumps(BACKENDS), encoding="utf-8")
+    config = {"model_family": "qwen_image", "data_backend_config": "multidatabackend.json"}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def over(lower: dict[str, Any], upper: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """`init`: a small qwen.yaml for the data and this machine, with a comment per value.
 
 It reads the rows of the source as `build` does, the headers of some images, and the devices of this machine; nothing is
-downloaded. Refuses a source with unusable rows, a model that does not exist, and to overwrite a file without --force.
+downloaded. With --from, data and settings are those of another trainer's file, and what it does not take is listed.
+Refuses a source with unusable rows, a model that does not exist, and to overwrite a file without --force.
 """
 
 from __future__ import annotations
@@ -12,16 +13,19 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
+from operator import add
 from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
-from qwen_cache.errors import ConfigError, SourceError
+from qwen_cache.errors import ConfigError, SourceError, counted
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
 from qwen_cache.options import (
     CONTROLS,
+    FROM,
     JSON,
     MODEL,
     OUTPUT,
@@ -44,6 +48,7 @@ if TYPE_CHECKING:
     from qwen_cache.models.folder import ModelFolder
     from qwen_cache.settings.load import Config
     from qwen_cache.sources.detect import Readable, Row
+    from qwen_cache.trainers.settings.names import Reading
 
 HEADERS = 32
 """Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""
@@ -97,6 +102,20 @@ class Survey:
     """The first rows as prompts to generate images from; none where their controls are no files of their own."""
     notices: tuple[Notice, ...]
 
+    def __add__(self, other: Survey) -> Survey:
+        """Both sources as one."""
+        return Survey(
+            self.kind,
+            self.samples + other.samples,
+            (min(self.controls[0], other.controls[0]), max(self.controls[1], other.controls[1])),
+            self.without_prompt + other.without_prompt,
+            self.with_mask + other.with_mask,
+            sorted([*self.sizes, *other.sizes], key=math.prod),
+            {},
+            [*self.prompts, *other.prompts][:PROMPTS],
+            counted([*self.notices, *other.notices]),
+        )
+
     @property
     def median(self) -> tuple[int, int]:
         return self.sizes[median_low(range(len(self.sizes)))]
@@ -115,9 +134,22 @@ class Survey:
         return side, why
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of the data with a cache of its own."""
+
+    words: list[str]
+    """The arguments of `build`."""
+    cache: dict[str, Any]
+    """Its entry in `train.caches`."""
+
+
 @command(
     page="tutorial.md",
-    examples=["qwen-cache init data", "qwen-cache init data.parquet --model Qwen/Qwen-Image-2.1 --out run.yaml"],
+    examples=[
+        "qwen-cache init data.parquet --model Qwen/Qwen-Image-2.1 --out run.yaml",
+        "qwen-cache init --from dataset.toml",
+    ],
 )
 def init(
     source: Given | None = setting_argument("data.source", "SOURCE", "A folder, table or tars of images, or a URL."),
@@ -129,6 +161,7 @@ def init(
         name="--model",
         default="one that takes as many control images as the samples have",
     ),
+    from_: Path | None = FROM,
     targets: Given | None = TARGETS,
     controls: list[str] | None = CONTROLS,
     out: Path = option(OUTPUT, "The settings file to write.", "FILE", default=Path("qwen.yaml")),
@@ -141,38 +174,165 @@ def init(
     from qwen_cache.settings.describe import settings_file
     from qwen_cache.settings.load import Config, overridden, parse_yaml
 
-    columns = [each for each in (targets, given_controls(controls)) if each is not None]
-    config = overridden({}, assignments=set_, given=[source, model, *columns])
+    given = [each for each in (source, model, targets, given_controls(controls)) if each is not None]
+    theirs = _read_theirs(from_, has_source=source is not None) if from_ else None
+    configs = _configs(theirs, set_, given)
+    config = configs[0]
     if out.exists() and not force:
         raise ConfigError("this settings file already exists", where=out, do="give --force to replace it, or --out")
     known = None
     if config.model.path is not None:
         name = check_name(config.model.path)
         known = open_model(name, ()) if Path(name).is_dir() else None
-    survey = survey_source(config, known)
+    surveys = [survey_source(each, known) for each in configs]
+    survey = surveys[0] if len(surveys) == 1 else reduce(add, surveys)
     models, torch = fitting_models(survey.controls), probe_torch()
-    entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch)}
+    parts = _parts(theirs, configs, survey)
+    entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch, parts)}
+    if theirs is not None:
+        entries = _with_theirs(entries, theirs, surveys)
+    if parts and "validation.prompts" in entries:
+        validation = f"{parts[0].cache['path']}/validation"
+        entries["validation.cache"] = validation, "The first build encodes the prompts, and the run finds them here."
+    entries |= {key: (value, "Given on the command line.") for key, value in _given(config, set_, given)}
     defaults = Config().flat()
-    given = {key: value for key, value in config.flat().items() if value != defaults[key]}
-    entries |= {key: (value, "Given on the command line.") for key, value in given.items()}
     text = settings_file((key, *entries[key]) for key in sorted(entries, key=list(defaults).index))
-    text = f"{_head(config.data.source, survey)}\n\n{text}\n"
+    about = _about([each.data.source for each in configs], survey)
+    text = f"{_head(about, has_prompts='validation.prompts' in entries)}\n\n{text}\n"
     overridden(parse_yaml(text), str(out))
     make_folder(out.parent)
     write_durably(out, text.encode("utf-8"))
-    follow = _next_commands(out, config, survey.repeats)
+    follow = _next_commands(out, parts)
     if json:
-        print_json(_to_json(out, config, survey, models, torch, follow))
+        print_json(_to_json(out, config, survey, models, torch, follow) | _theirs_to_json(theirs))
         return 0
-    console().print(f"wrote {plain(out)}: {plain(config.data.source)} is {summary(survey)}", markup=False)
+    console().print(f"wrote {plain(out)}: {about}", markup=False)
     for notice in survey.notices:
         console().print(str(notice), markup=False)
+    if theirs is not None:
+        _print_theirs(theirs)
     if survey.repeats:
         console().print("train.caches has a cache for each folder, with its number as the weight", markup=False)
-    if survey.smaller and survey.controls[1]:
+    elif len(configs) > 1:
+        console().print("train.caches has a cache for each data set, with its repeats as the weight", markup=False)
+    if survey.smaller and survey.controls[1] and "data.vae_image_size" in entries and theirs is None:
         console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
     print_next(*follow)
     return 0
+
+
+# ---- another trainer's file ------------------------------------------------------------------------------------------
+
+
+def _read_theirs(file: Path, *, has_source: bool) -> Reading:
+    """The settings of a file; with a source on the command line, without the folders of its data."""
+    from qwen_cache.trainers.settings.read import read
+
+    theirs = read(file)
+    if has_source:
+        theirs.drop_data()
+    else:
+        theirs.check_folders()
+    return theirs
+
+
+def _configs(theirs: Reading | None, assignments: Sequence[str] | None, given: Sequence[Given]) -> list[Config]:
+    """The settings for each data set of the file; those of the command line alone, if there is none."""
+    from qwen_cache.settings.load import overridden
+    from qwen_cache.trainers.settings.names import Taken, nested
+
+    if theirs is None:
+        return [overridden({}, assignments=assignments, given=given)]
+    of_sets = [
+        {key: Taken(value, each.name) for key, value in each.source().items()} | each.settings
+        for each in theirs.datasets
+    ]
+    where = f"--from {theirs.file}"
+    return [
+        overridden(nested(theirs.settings | each), where, assignments=assignments, given=given)
+        for each in of_sets or [{}]
+    ]
+
+
+def _with_theirs(
+    entries: dict[str, tuple[Any, str]], theirs: Reading, surveys: Sequence[Survey]
+) -> dict[str, tuple[Any, str]]:
+    """The entries with those of the file in place of what `init` suggests, each with its name there."""
+    first = next(iter(theirs.datasets), None)
+    taken = theirs.settings | (first.settings if first else {})
+    found = {key: (each.value, f"{each.origin}.") for key, each in taken.items()}
+    if first:
+        found |= {key: (value, f"{theirs.file.name}: {first.name}.") for key, value in first.source().items()}
+    if "data.resolution" in found:
+        entries.pop("data.vae_image_size", None)
+    if "img_mod.1" in found.get("train.lora.target_modules", ((), ""))[0]:
+        entries.pop("train.tabulated_modulation", None)  # which is for a modulation that is not trained
+    entries = entries | found
+    return entries | dict(_steps(entries, theirs, surveys))
+
+
+def _steps(
+    entries: dict[str, tuple[Any, str]], theirs: Reading, surveys: Sequence[Survey]
+) -> Iterator[tuple[str, tuple[int, str]]]:
+    """The numbers of steps that the file gives in epochs, or as a part of all steps."""
+    from qwen_cache.trainers.settings.names import Epochs
+
+    weights = [each.weight for each in theirs.datasets] or [1.0]
+    samples = sum(each.samples * weight for each, weight in zip(surveys, weights, strict=True))
+    of_a_step = [entries.get(f"train.{key}", (1, ""))[0] for key in ("batch_size", "gradient_accumulation_steps")]
+    epoch = math.ceil(samples / math.prod(of_a_step))
+    most = entries["train.max_steps"][0]
+    for key, each in sorted(theirs.later.items(), key=lambda item: item[0] != "train.max_steps"):
+        if isinstance(each.value, Epochs):
+            steps, why = max(1, round(each.value.count * epoch)), f"an epoch has {plural(epoch, 'step')}"
+        else:
+            steps, why = round(each.value.part * most), f"of {plural(most, 'step')}"
+        most = steps if key == "train.max_steps" else most
+        yield key, (steps, f"{each.origin}; {why}.")
+
+
+def _given(config: Config, assignments: Sequence[str] | None, given: Sequence[Given]) -> Iterator[tuple[str, Any]]:
+    """The settings that the command line gives, a section's own as far as they are not the defaults."""
+    from qwen_cache.settings.load import Config
+
+    names = [*(each.partition("=")[0].strip() for each in assignments or ()), *(each.key for each in given)]
+    defaults = Config().flat()
+    for key, value in config.flat().items():
+        if key in names or (value != defaults[key] and any(key.startswith(f"{name}.") for name in names)):
+            yield key, value
+
+
+def _print_theirs(theirs: Reading) -> None:
+    name = plain(theirs.file.name)
+    count = len(theirs.settings) + len(theirs.later) + sum(len(each.settings) for each in theirs.datasets)
+    lines = [f"{name} is of {theirs.trainer}: {plural(count, 'setting')} taken, each with its name there as a comment"]
+    if theirs.same:
+        lines.append(f"the same here without a setting: {plain(', '.join(dict.fromkeys(theirs.same)))}")
+    if theirs.left:
+        lines += ["not taken:", *dict.fromkeys(f"  {each}" for each in theirs.left)]
+    console().print("\n".join(lines), markup=False)
+
+
+def _theirs_to_json(theirs: Reading | None) -> dict[str, Any]:
+    if theirs is None:
+        return {}
+    taken = theirs.settings | theirs.later
+    return {
+        "from": {
+            "trainer": theirs.trainer,
+            "file": str(theirs.file),
+            "taken": {key: each.origin for key, each in taken.items()},
+            "datasets": [
+                {"name": each.name, **each.source(), "taken": {key: one.origin for key, one in each.settings.items()}}
+                for each in theirs.datasets
+            ],
+            "same": list(dict.fromkeys(theirs.same)),
+            "not_taken": [{"name": each.name, "value": each.text, "why": each.why} for each in theirs.left],
+        }
+    }
+
+
+# ---- the data --------------------------------------------------------------------------------------------------------
 
 
 def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
@@ -255,7 +415,7 @@ def fitting_models(controls: tuple[int, int]) -> list[tuple[str, Family]]:
 
 
 def chosen(
-    config: Config, survey: Survey, models: Sequence[tuple[str, Family]], torch: Torch
+    config: Config, survey: Survey, models: Sequence[tuple[str, Family]], torch: Torch, parts: Sequence[Part]
 ) -> Iterator[tuple[str, Any, str]]:
     """Each setting of the file, with its value and a comment that explains it."""
     from qwen_cache.settings.load import Config
@@ -272,16 +432,16 @@ def chosen(
     if survey.smaller:
         side, why = survey.smaller
         yield "data.vae_image_size", side * side, why
-    if not survey.repeats:
+    if not parts:
         yield "cache.path", config.cache.path, "The folder of the cache."
     defaults = Config()
     yield "train.output_dir", defaults.train.output_dir, "The folder of the LoRA, its checkpoints and the report."
-    if survey.repeats:
-        caches = [{"path": _cache_of(config, name), "weight": number} for name, number in survey.repeats.items()]
-        yield "train.caches", caches, "A cache for each folder; the weight is how often a sample comes in an epoch."
+    if parts:
+        caches = [each.cache for each in parts]
+        yield "train.caches", caches, "A cache for each part; the weight is how often a sample comes in an epoch."
     yield from _memory(family, torch)
     steps = defaults.train.max_steps
-    epochs = "" if survey.repeats else f"{steps / survey.samples:.1f} epochs at a batch size of 1."
+    epochs = "" if parts else f"{steps / survey.samples:.1f} epochs at a batch size of 1."
     yield "train.max_steps", steps, epochs
     if survey.with_mask:
         masks = f"{plural(survey.with_mask, 'sample')} with a mask: above 1, the loss inside the mask counts more."
@@ -317,14 +477,20 @@ def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
     yield from ((key, value, faster) for key, value in settings.items())
 
 
-def _head(source: str, survey: Survey) -> str:
+def _head(about: str, *, has_prompts: bool) -> str:
     from qwen_cache.settings.describe import comment
 
-    what = f"Written by `qwen-cache init`. {plain(source)} is {summary(survey)}."
-    where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them. "
-    if not survey.prompts:
-        where += "`validation.prompts` has prompts to generate images from while the model trains; there are none yet."
-    return "\n".join([*comment(what), *comment(where)])
+    where = "`qwen-train config` lists all settings, `qwen-train config --search lr` searches them."
+    if not has_prompts:
+        where += " `validation.prompts` has prompts to generate images from while the model trains; there are none yet."
+    return "\n".join([*comment(f"Written by `qwen-cache init`. {about}."), *comment(where)])
+
+
+def _about(sources: Sequence[str], survey: Survey) -> str:
+    """A sentence about the sources, without its full stop."""
+    if len(sources) == 1:
+        return f"{plain(sources[0])} is {summary(survey)}"
+    return f"{plain(' and '.join(sources))} have {summary(survey).partition(': ')[2]}"
 
 
 def summary(survey: Survey) -> str:
@@ -340,19 +506,55 @@ def _controls(controls: tuple[int, int]) -> str:
     return plural(most, "control image") if fewest == most else f"{fewest} to {most} control images"
 
 
+def _parts(theirs: Reading | None, configs: Sequence[Config], survey: Survey) -> list[Part]:
+    """The parts of data that has several: folders with repeats, or data sets of another trainer's file."""
+    config, base = configs[0], configs[0].data.source.rstrip("/")
+    if survey.repeats:
+        return [
+            Part([f"{base}/{name}", "--out", path], {"path": path, "weight": number})
+            for name, number in survey.repeats.items()
+            for path in [_cache_of(config, name)]
+        ]
+    datasets = theirs.datasets if theirs else []
+    names = [Path(each.targets).name for each in datasets]
+    if len({*names} - {""}) < len(names):
+        names = [each.name for each in datasets]
+    parts = list[Part]()
+    for dataset, name, each in zip(datasets, names, configs, strict=bool(datasets)):
+        path = _cache_of(config, name)
+        once = ["--set", "validation.prompts=[]"] if parts and config.validation.prompts else []
+        parts.append(Part([*_build_words(each, config), *once, "--out", path], dataset.entry(path)))
+    only_one = len(parts) == 1 and parts[0].cache.keys() <= {"path", "weight"}
+    return [] if only_one else parts
+
+
+def _build_words(config: Config, written: Config) -> list[str]:
+    """The arguments of `build` for settings of the data that differ from those written."""
+    from qwen_cache.settings.load import assignment
+
+    words, columns = [config.data.source], config.data.columns
+    has_names = columns != written.data.columns and columns.target is not None and bool(columns.control)
+    if has_names:
+        words += ["--targets", str(columns.target)]
+        words += [word for name in columns.control or () for word in ("--controls", name)]
+    said = ["data.source", *(["data.columns.target", "data.columns.control"] if has_names else [])]
+    others = written.data.flat("data.")
+    for key, value in config.data.flat("data.").items():
+        if value != others[key] and key not in said:
+            words += ["--set", assignment(key, value)]
+    return words
+
+
 def _cache_of(config: Config, folder: str) -> str:
-    """The cache of one folder of a source that has several."""
+    """The cache of one part of the data."""
     return f"{config.cache.path}-{re.sub(r'[^0-9A-Za-z.-]+', '_', folder)}"
 
 
-def _next_commands(file: Path, config: Config, repeats: dict[str, int]) -> list[list[str]]:
+def _next_commands(file: Path, parts: Sequence[Part]) -> list[list[str]]:
     from qwen_cache.settings.load import CONFIG_NAME
 
     settings = [] if file == Path(CONFIG_NAME) else ["--config", str(file)]
-    builds = [["--dry-run"], []]
-    if repeats:
-        source = config.data.source.rstrip("/")
-        builds = [[f"{source}/{name}", "--out", _cache_of(config, name)] for name in repeats]
+    builds = [each.words for each in parts] or [["--dry-run"], []]
     return [["qwen-cache", "build", *words, *settings] for words in builds]
 
 

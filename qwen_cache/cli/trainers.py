@@ -197,7 +197,7 @@ def _import_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
     page="howto/export-a-cache.md",
     examples=[
         "qwen-cache export shards --to qflux --out qflux --on-error skip",
-        "qwen-cache export s3://team/shards --to musubi --out m --leave-out edit_mask",
+        "qwen-cache export s3://team/a --to musubi --out musubi --leave-out edit_mask",
     ],
 )
 def export(

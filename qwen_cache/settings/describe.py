@@ -175,10 +175,10 @@ def comment(text: str, depth: int = 0) -> list[str]:
 
 
 def _entry(name: str, value: Any, depth: int) -> list[str]:
-    """A key with its value: on one line, but for sentences that do not fit on it, and for entries, one to a line."""
-    if isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        return [f"{_indent(depth)}{name}:", *(f"{_indent(depth + 1)}- {_value(each)}" for each in value)]
+    """A key with its value: on one line, but for sentences and lists that do not fit on it."""
     line, indent = f"{_indent(depth)}{name}: {_value(value)}", _indent(depth + 1)
+    if len(line) > WIDTH and isinstance(value, list):
+        return [f"{_indent(depth)}{name}:", *(f"{indent}- {_value(each)}" for each in value)]
     if len(line) <= WIDTH or not isinstance(value, str) or " ".join(value.split()) != value:
         return [line]
     folded = textwrap.TextWrapper(WIDTH, indent, indent, break_long_words=False, break_on_hyphens=False).wrap(value)
@@ -191,5 +191,5 @@ def _indent(depth: int) -> str:
 
 def _value(value: Any) -> str:
     """A value on one line of YAML."""
-    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, sort_keys=False, width=10_000)
+    text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False)
     return text.removesuffix("...\n").strip()
