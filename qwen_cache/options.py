@@ -138,6 +138,9 @@ MODEL_PATH = setting("model.path", MODEL, "A diffusers folder, or a repository o
 TRANSFORMER = setting(
     "model.transformer", MODEL, "A .safetensors or .gguf file in place of the transformer's weights in --model.", "FILE"
 )
+TEXT_ENCODER = setting(
+    "model.text_encoder", MODEL, "A .safetensors file in place of the text encoder's weights in --model.", "FILE"
+)
 VAE = setting("model.vae", MODEL, "A VAE whose decoder makes the images, in place of that of --model.", "MODEL")
 TEXT_DTYPE = setting("cache.dtype", MODEL, "The dtype in which the text encoder computes.")
 DTYPE = setting("cache.dtype", MODEL, "The dtype in which to compute and store.")

@@ -109,7 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 MARKED = {
     "libraries": "adapters build caption_command decode doctor ema encode encode_21 encode_text encode_vae export help "
     "images index latents lora_file optimizers package page predict predict_steps read remote serve settings "
-    "source_kinds sources terminal torch train train_21 transformer ui validation weights",
+    "source_kinds sources terminal text_encoder_file torch train train_21 transformer ui validation weights",
     "core": "batch_plan html identity index left_out mapped_index one_sample remembered settings source_editing "
     "source_kinds source_listing sources system_errors thumbnails verify",
 }

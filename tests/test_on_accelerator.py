@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 
 from qwen_cache import open_cache
 from qwen_cache.models.devices import FRAGMENTATION, RESERVED
-from qwen_cache.models.encoders import MODELS
+from qwen_cache.models.encoders import MODELS, text_encoder_type
 from qwen_cache.settings.load import load_config
 from qwen_train.inference.memory import Components, memory_beside_training
 from qwen_train.memory import SampleSize, Workload, plan
@@ -35,6 +35,7 @@ from .support.commands import run
 from .support.judge import assert_same
 from .support.runs import Trainer, column
 from .support.simulated import Job, Report, done, faults, run_jobs, waits
+from .support.single_files import is_text_matrix, text_weights_of, write_safetensors
 from .support.sources import write_mixed, write_pairs
 
 pytestmark = pytest.mark.slow
@@ -504,7 +505,9 @@ PLACEMENTS: dict[str, tuple[str, ...]] = {
     **{kind: ("--set", f"cache.text_quantization={kind}") for kind in ("int8", "fp8", "nf4")},
     "offload": ("--set", "cache.text_offload=true"),
     "int8 offload": ("--set", "cache.text_quantization=int8", "--set", "cache.text_offload=true"),
+    "file": ("--text-encoder", "FILE"),
 }
+"""FILE: one of ComfyUI in int8, with its rotation."""
 
 
 @pytest.fixture(scope="module", params=["edit-plus", "qwen-image-21"])
@@ -518,7 +521,11 @@ def in_less_memory(
     variant = request.param
     model, caches = with_text_encoder(tiny_model(variant), folder / f"deep {variant}"), folder / f"placed {variant}"
     jobs: dict[str, Job] = {}
-    for name, options in PLACEMENTS.items():
+    file, kind = folder / f"{variant}.safetensors", MODELS[text_encoder_type(model / "text_encoder")]
+    weights = text_weights_of(kind.from_pretrained(model / "text_encoder", dtype=torch.float32))
+    write_safetensors(file, weights, "convrot", is_text_matrix)
+    for name, given in PLACEMENTS.items():
+        options = [str(file) if word == "FILE" else word for word in given]
         arguments = ["build", *sources(variant), "--out", str(caches / name), "--model", str(model), *LARGE]
         arguments += [*TWO_DEVICES, "--dtype", "bfloat16", *options]
         jobs[f"{name}, plan"] = {"program": "qwen-cache", "arguments": [*arguments, "--dry-run", "--json"]}

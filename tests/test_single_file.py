@@ -208,7 +208,11 @@ def test_what_is_not_a_file_of_weights_is_refused(tmp_path: Path, config: dict[s
     [
         ("lora_unet_a.lora_down.weight", "not a transformer's file but a LoRA\n  → name the base here"),
         ("transformer.transformer_blocks.0.attn.to_q.lora_A.weight", "not a transformer's file but a LoRA"),
-        ("model.layers.0.self_attn.q_proj.weight", "but a text encoder\n  → text encoder and VAE are those of"),
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            "but a text encoder\n  → name it as model.text_encoder, or with --",
+        ),
+        ("model.language_model.norm.weight", "but a text encoder\n  → name it as model.text_encoder, or with --"),
         ("decoder.conv_in.weight", "not a transformer's file but a VAE"),
         ("transformer_blocks.0.attn.to_qkv.qweight", "but quantised by nunchaku or another program"),
         ("double_blocks.0.img_attn.qkv.weight", "the model in model.path: img_in.weight (expected (64, 64), found no"),

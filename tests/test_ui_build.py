@@ -118,6 +118,7 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
         ({"changes": {"cache.reuse": ["../x"]}}, "cache.reuse", "../x is outside the opened folders"),
         ({"changes": {"cache.local_copies": "/tmp"}}, "cache.local_copies", "/tmp is outside the opened folders"),
         ({"changes": {"data.mask_head": "/x.pt"}}, "data.mask_head", "/x.pt is outside the opened folders"),
+        ({"changes": {"model.text_encoder": "/x"}}, "model.text_encoder", "/x is outside the opened folders"),
         ({"changes": {"cache.path": "/etc"}}, "cache.path", "/etc is outside the opened folders"),
         ({"changes": {"cache": {"path": "/etc"}}}, "cache", "this is no setting of a build"),
         ({"changes": {"validation.cache": "/etc"}}, "validation.cache", "this is no setting of a build"),

@@ -24,6 +24,7 @@ from qwen_cache.options import (
     SET,
     TARGETS,
     TEXT_DEVICE,
+    TEXT_ENCODER,
     VAE_DEVICE,
     command,
     flag,
@@ -89,6 +90,7 @@ REPAIR = flag("--repair", OUTPUT, "Encode the damaged samples of the cache again
 def build(
     source: Given | None = SOURCE,
     model: Given | None = MODEL_PATH,
+    text_encoder: Given | None = TEXT_ENCODER,
     dtype: Given | None = DTYPE,
     targets: Given | None = TARGETS,
     controls: list[str] | None = CONTROLS,
@@ -124,11 +126,16 @@ def build(
     columns = (targets, given_controls(controls))
     caches = Given("--reuse", "cache.reuse", reuse) if reuse else None
     places = (vae_device, text_device, out, caches, format)
-    given = (source, model, dtype, *columns, on_error, edit_mask, mask_head, slice, validation, *places)
+    given = (source, model, text_encoder, dtype, *columns, on_error, edit_mask, mask_head, slice, validation, *places)
     settings = load_config(config, set_, given)
     destination(settings.cache.path)  # before anything slow
     if at is not None:
-        own = {"--model": model, "--vae-device": vae_device, "--text-device": text_device}
+        own = {
+            "--model": model,
+            "--text-encoder": text_encoder,
+            "--vae-device": vae_device,
+            "--text-device": text_device,
+        }
         _check_at(own | {"--ray": ray, "--measure": measure, "--repair": repair})
     if watch is not None:
         single = {"--ray": ray, "--dry-run": dry_run, "--repair": repair, "--replace": replace}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qwen_cache.errors import Problem, SourceError
+from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.options import (
     CONFIG,
@@ -87,7 +87,15 @@ def _caption(config: Config, source: str, out: Path | None, *, replace: bool, dr
     place, data = location(source), config.data
     if config.caption.model:
         check_name(config.caption.model)
-    model = open_model(config.model.path, PARTS, config.model.revision)
+    named = config.model
+    if named.text_encoder is not None and config.caption.model is None:
+        raise ConfigError(
+            "the single file of a text encoder writes no captions: it is read without its lm_head",
+            where="model.text_encoder",
+            found=named.text_encoder,
+            do="name another model with --captioner, or leave model.text_encoder out",
+        )
+    model = open_model(named.path, PARTS, named.revision, text_encoder=named.text_encoder)
     settings = reading(data, model) | {"needs_prompt": False, "allow_empty_prompt": True}
     rows, problems = read_source(place, **settings)
     if problems:

@@ -14,6 +14,7 @@ from qwen_cache.options import (
     SET,
     TEXT_DEVICE,
     TEXT_DTYPE,
+    TEXT_ENCODER,
     command,
     option,
 )
@@ -34,6 +35,7 @@ def ground(
     phrase: str | None = option(INPUT, "The words to find; with --prompt, a part of it.", "TEXT"),
     prompt: str | None = option(INPUT, "An edit prompt. Without --phrase: the words in [[ ]], or all.", "TEXT"),
     model: Given | None = MODEL_PATH,
+    text_encoder: Given | None = TEXT_ENCODER,
     dtype: Given | None = TEXT_DTYPE,
     head: Path | None = option(MODEL, "A mask head of `qwen-train mask-head`. Without it: a heat map.", "FILE"),
     sam: Path | None = option(MODEL, "A folder with SAM or SAM 2, to refine the mask.", "FOLDER"),
@@ -52,7 +54,7 @@ def ground(
     from qwen_cache.experimental.grounding import GroundingQuery, write_mask
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_, [model, text_device, dtype])
+    settings = load_config(config, set_, [model, text_encoder, text_device, dtype])
     facts, text = write_mask(settings, image, GroundingQuery.of(phrase, prompt), out, head, sam)
     print_json(facts) if json else print_done(text)
     return 0

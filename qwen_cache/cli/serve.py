@@ -22,6 +22,7 @@ from qwen_cache.options import (
     OUTPUT,
     SET,
     TEXT_DEVICE,
+    TEXT_ENCODER,
     VAE_DEVICE,
     command,
     flag,
@@ -50,6 +51,7 @@ def serve(
     token_file: Given | None = setting("serve.token_file", INPUT, TOKEN_FILE, "FILE"),
     source: Given | None = setting("serve.source", INPUT, SOURCE, "SOURCE"),
     model: Given | None = MODEL_PATH,
+    text_encoder: Given | None = TEXT_ENCODER,
     dtype: Given | None = DTYPE,
     vae_device: Given | None = VAE_DEVICE,
     text_device: Given | None = TEXT_DEVICE,
@@ -63,7 +65,7 @@ def serve(
     from qwen_cache.settings.load import load_config
 
     unstored = Given("--no-store", "serve.store", False) if no_store else None
-    given = (listen, token_file, source, model, dtype, vae_device, text_device, out, unstored)
+    given = (listen, token_file, source, model, text_encoder, dtype, vae_device, text_device, out, unstored)
     settings = load_config(config, set_, given)
     require_serve()
     from qwen_cache.encode.preflight import check_devices, load_lanes

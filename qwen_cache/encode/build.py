@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.encode import builder, preflight, write
@@ -392,8 +393,10 @@ def _measure(job: BuildJob, plan: BuildPlan) -> float:
 def _print_plans(tasks: Sequence[Task], seconds: Sequence[float | None], *, always: bool = False) -> None:
     """Print the plans to stderr, with `always` under --quiet too; `seconds` are the measured times."""
     job = tasks[0].job
-    quantised = job.recipe.get("text_quantization")
-    kind = f"{job.model.pipeline}, {job.recipe['dtype']}{f', text encoder in {quantised}' if quantised else ''}"
+    file, quantised = job.model.text_encoder, job.recipe.get("text_quantization")
+    of_text = f" {verbatim(Path(file).name)}" if file else ""
+    of_text += f" in {quantised}" if quantised else ""
+    kind = f"{job.model.pipeline}, {job.recipe['dtype']}{f', text encoder{of_text}' if of_text else ''}"
     model = f"{verbatim(job.model.name)}  ({kind})"
     console(always=always).print(f"[bold]model[/]    {model}")
     for task, each in zip(tasks, seconds, strict=True):

@@ -174,8 +174,10 @@ def fitting_model(config: Config) -> ModelFolder:
     Resolution.of(config.data)  # refuses contradictory settings early
     check_compression(config.cache.format, config.cache.compression)
     masks = EditMasks.of(config)
-    model = open_model(config.model.path, ENCODER_PARTS, config.model.revision)
+    named = config.model
+    model = open_model(named.path, ENCODER_PARTS, named.revision, text_encoder=named.text_encoder)
     check_family(model, config)
+    check_text_quantization(model, config)
     masks.check(model, config.cache.format)
     return model
 
@@ -191,6 +193,18 @@ def check_family(model: ModelFolder, config: Config) -> None:
         )
     if family.text_rows_only and config.cache.format == "v1":
         raise ConfigError(f"format v1 cannot hold a cache of {family.name}", do="build with --format v2")
+
+
+def check_text_quantization(model: ModelFolder, config: Config) -> None:
+    """ConfigError if the text encoder is to be quantised, and is a file that is already."""
+    file, kind = model.text_encoder_file, config.cache.text_quantization
+    if file is not None and file.quantization and kind != "none":
+        raise ConfigError(
+            f"cache.text_quantization={kind} is for weights that are not quantised yet",
+            where=file.path,
+            found=f"{file.quantization} weights",
+            do="set cache.text_quantization=none: the file is loaded as it was saved",
+        )
 
 
 @without_gc()

@@ -68,7 +68,9 @@ class Worker:
         """Load the encoders; ModelError if they are not those of the recipe."""
         job, config = self.job, self.job.config
         if not job.model.path.is_dir():
-            job = replace(job, model=open_model(config.model.path, ENCODER_PARTS, config.model.revision))
+            named = config.model
+            model = open_model(named.path, ENCODER_PARTS, named.revision, text_encoder=named.text_encoder)
+            job = replace(job, model=model)
         made = for_any_device(make_recipe(job.model, config))
         encoders = {**job.vae_encoders, **vae_encoders(job.model, made)}
         if different := recipe_changes(job.recipe, as_cached(made, job.recipe, encoders)):

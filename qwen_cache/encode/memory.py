@@ -144,18 +144,22 @@ class TextWork:
 def text_lane(
     config: str, work: TextWork, dtype: torch.dtype, placement: Placement = WHOLE, *, partial: bool = False
 ) -> Component:
-    """The text encoder without its `lm_head`, with the keys and values of a pass. `config` is the JSON text.
+    """The text encoder without its `lm_head`, with the keys and values of a pass. `config` is the JSON text; of a
+    single file, that of its own `config`.
 
     `partial` says whether weights wait in host memory: `placement.is_partial` of the device.
     """
-    settings = model_config(json.loads(config), TEXT_ENCODER)
+    values, quantization, skip = json.loads(config), placement.quantization, ()
+    if placement.loaded_quantised:
+        quantization, skip = "int8", values["quantization_config"]["modules_to_not_convert"]
+    settings = model_config(values, TEXT_ENCODER)
     kind = MODELS[settings.model_type]
     with torch.device("meta"), explained(kind.__name__, TEXT_ENCODER):
         model = in_dtype(kind(settings).model, dtype)
     weights, host = bytes_of(model), 0
     weights -= sum(map(bytes_of, model.language_model.layers))
-    if placement.quantization != "none":
-        quantize(model.language_model.layers, placement.quantization, torch.device("meta"))
+    if quantization != "none":
+        quantize(model.language_model.layers, quantization, torch.device("meta"), skip=skip)
     layers = [_layer_bytes(layer) for layer in model.language_model.layers]
     weights += sum(layers)
     largest = largest_layer(model)

@@ -17,7 +17,7 @@ from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.models.family import estimate_tokens
-from qwen_cache.models.folder import read_config
+from qwen_cache.models.folder import ModelFolder, read_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import CacheConfig
 from qwen_cache.sources.detect import advice
@@ -30,6 +30,7 @@ from qwen_cache.text import plain, shell_line
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
     from qwen_cache.encode.memory import DeviceMemory, TextWork
+    from qwen_cache.models.devices import Placement
 
 # ---- device plan -----------------------------------------------------------------------------------------------------
 # The plan of a build for memory: what each of its devices needs, what it has, and which settings need less.
@@ -142,13 +143,13 @@ def _longest(job: BuildJob, samples: Sequence[PlannedSample]) -> TextWork:
 
 def _planned(job: BuildJob, cache: CacheConfig, image: Size | None, work: TextWork) -> list[DevicePlan]:
     from qwen_cache.encode.memory import Component, DeviceMemory, text_lane, vae_lane
-    from qwen_cache.models.devices import Placement, is_accelerator, torch_dtype
+    from qwen_cache.models.devices import is_accelerator, torch_dtype
 
-    placement, dtype = Placement(cache.text_quantization, cache.text_offload), torch_dtype(cache.dtype)
-    vae, text = (
-        json.dumps(read_config(job.model.component(name) / "config.json"), sort_keys=True)
-        for name in ("vae", "text_encoder")
-    )
+    placement, dtype = _placement(job.model, cache), torch_dtype(cache.dtype)
+    configs = {name: read_config(job.model.component(name) / "config.json") for name in ("vae", "text_encoder")}
+    if (file := job.model.text_encoder_file) is not None:
+        configs["text_encoder"] = file.config(configs["text_encoder"])
+    vae, text = (json.dumps(config, sort_keys=True) for config in configs.values())
     encoders: dict[str, dict[str, Component]] = defaultdict(dict)
     for device in _devices(cache.vae_device, "--vae-device", preferred=0):
         encoders[str(device)]["vae"] = vae_lane(vae, image, dtype)
@@ -178,6 +179,15 @@ def _with_savings(planned: DevicePlan, job: BuildJob, image: Size | None, work: 
             words = " ".join(f"cache.{name}={json.dumps(value)}" for name, value in changes.items())
             savings.append((words.replace('"', ""), changed.memory.least))
     return replace(planned, savings=tuple(savings))
+
+
+def _placement(model: ModelFolder, cache: CacheConfig) -> Placement:
+    """The placement of the text encoder's weights."""
+    from qwen_cache.models.devices import Placement
+
+    file = model.text_encoder_file
+    is_quantised = file is not None and file.quantization is not None
+    return Placement(cache.text_quantization, cache.text_offload, is_quantised)
 
 
 def _device(name: str) -> Any:
@@ -351,7 +361,7 @@ def load_lanes(job: BuildJob) -> Lanes:
     from qwen_cache.encode.text import TextEncoder
     from qwen_cache.encode.vae import VaeEncoder
     from qwen_cache.format.identity import recipe_id
-    from qwen_cache.models.devices import Placement, choose_devices, is_accelerator, torch_dtype
+    from qwen_cache.models.devices import choose_devices, is_accelerator, torch_dtype
 
     cache = job.config.cache
     vae_devices = choose_devices(cache.vae_device, "--vae-device", preferred=0)
@@ -361,7 +371,7 @@ def load_lanes(job: BuildJob) -> Lanes:
     tokens = cache.text_batch_tokens or (TEXT_BATCH_TOKENS if is_accelerator(text_devices[0]) else 1)
     vae = [VaeEncoder(job.model, device, dtype, pixels) for device in vae_devices]
     masks = EditMasks.of(job.config)
-    placement = Placement(cache.text_quantization, cache.text_offload)
+    placement = _placement(job.model, cache)
     if cache.text_offload and not any(map(is_accelerator, text_devices)):
         console().print("warning: cache.text_offload has no effect on the CPU", style="yellow")
     text = [

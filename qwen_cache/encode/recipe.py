@@ -21,7 +21,7 @@ from qwen_cache.format.rows import KeyedRows
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE
-from qwen_cache.models.folder import ModelFolder, encoder_files, fingerprint, vae_encoder_fingerprint
+from qwen_cache.models.folder import ENCODERS, ModelFolder, encoder_fingerprint, vae_encoder_fingerprint
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import (
     CONFIG_NAME,
@@ -217,13 +217,12 @@ def make_recipe(
     `here` is False where another machine encodes: then the device `auto` counts as an accelerator.
     """
     family, template = model.family, model.template
-    files = encoder_files(model)
     recipe: dict[str, Any] = {
         "encoder_version": ENCODER_VERSION,
         "pipeline": model.pipeline,
         "dtype": config.cache.dtype,
         **Resolution.of(config.data).recipe(),
-        **{name: fingerprint(folders, endings, on_bytes) for name, (folders, endings) in files.items()},
+        **{name: encoder_fingerprint(model, name, on_bytes) for name in ENCODERS},
         "template": template.frame,
         "picture_template": template.image,
     }

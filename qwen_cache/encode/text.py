@@ -37,6 +37,7 @@ from qwen_cache.models.devices import WHOLE, Placement, has_streams, is_accelera
 from qwen_cache.models.encoders import batch_windows, load_processor, load_text_encoder, load_tokenizer
 from qwen_cache.models.family import VISION_END, Template, pixel_token, pixel_token_told
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.quantization import check_quantization
 from qwen_cache.sources.captions import token_positions
 from qwen_cache.sources.rows import MAX_TEXT, text_exceeded
 from qwen_cache.sources.sizes import Size
@@ -214,7 +215,11 @@ class TextEncoder:
         self.processor = load_processor(model) if model.takes_controls else None
         self._frame = Frame.of(model, self.processor, model.takes_controls)
         self.text_rows_only = family.text_rows_only
-        self.model = place(load_text_encoder(model.component("text_encoder"), dtype).model, device, placement)
+        file = model.text_encoder_file
+        if file is not None and file.quantization:
+            check_quantization("fp8" if file.quantization == "fp8" else "int8", "model.text_encoder", device)
+        loaded = load_text_encoder(model.component("text_encoder"), dtype, file)
+        self.model = place(loaded.model, device, placement)
         if not family.final_norm:
             skip_final_norm(self.model)
         self.batch_tokens, self.attend = batch_tokens, attend

@@ -67,7 +67,8 @@ def write_mask(
         raise ConfigError("--sam refines the mask of a head", do="give --head, or leave out --sam")
     images = [open_rgb_file(path) for path in paths]
     mask_head = load_head(head)[0] if head else None
-    model = open_model(config.model.path, ("text_encoder", "processor"), config.model.revision)
+    named, parts = config.model, ("text_encoder", "processor")
+    model = open_model(named.path, parts, named.revision, text_encoder=named.text_encoder)
     _check_images(model, len(images))
     device = choose_device(config.cache.text_device, "--text-device", preferred=1)
     segmenter = load_sam(sam).to(device) if sam else None
@@ -95,7 +96,8 @@ def phrase_attention(
     else:
         area = data.condition_image_size or template.condition_image_size
     resized = [image.resize(calculate_dimensions(area, image.size), Image.Resampling.LANCZOS) for image in images]
-    weights = load_text_encoder(model.component("text_encoder"), torch_dtype(config.cache.dtype))
+    dtype = torch_dtype(config.cache.dtype)
+    weights = load_text_encoder(model.component("text_encoder"), dtype, model.text_encoder_file)
     encoder = FrozenQwen(weights, load_processor(model), template=template).to(device)
     return encoder.ground(resized, query.prompt, query.phrase).attention[0][0].cpu()
 

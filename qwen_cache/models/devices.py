@@ -388,14 +388,15 @@ SETTING = "cache.text_quantization"
 
 @dataclass(frozen=True)
 class Placement:
-    """The settings `cache.text_quantization` and `cache.text_offload`."""
+    """The settings `cache.text_quantization` and `cache.text_offload`, and whether a file is quantised already."""
 
     quantization: Kind = "none"
     offload: bool = False
+    loaded_quantised: bool = False
 
     def is_partial(self, device: torch.device) -> bool:
         """True if some weights wait in host memory."""
-        return is_accelerator(device) and (self.offload or self.quantization != "none")
+        return is_accelerator(device) and (self.offload or self.loaded_quantised or self.quantization != "none")
 
 
 WHOLE = Placement()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
@@ -31,12 +32,15 @@ from transformers.vision_utils import (
 )
 
 from qwen_cache.errors import ModelError
-from qwen_cache.models.devices import to_device
+from qwen_cache.models.devices import full_float32, to_device
 from qwen_cache.models.folder import AGAIN, Images, ModelFolder, check_values, read_config
 from qwen_cache.models.loading import explained, load_whole
+from qwen_cache.models.quantization import QuantizedLinear
+from qwen_cache.models.single_file import SingleFile
+from qwen_cache.models.stored import check_shapes, map_file, row_scales, stored, unpacked
 
 # ---- text encoder ----------------------------------------------------------------------------------------------------
-# The text encoder in a folder: Qwen2.5-VL or Qwen3-VL, by the `model_type` of its config.
+# The text encoder in a folder or a single file: Qwen2.5-VL or Qwen3-VL, by the `model_type` of its config.
 #
 # Any other type, and a config that cannot be read, is a ModelError that names both.
 
@@ -92,16 +96,42 @@ def _values(settings: Mapping[str, Any], kind: Any) -> dict[str, Any]:
     return kept | {name: _values(kept[name], each) for name, each in inside.items()}
 
 
-def load_text_encoder(folder: Path, dtype: torch.dtype) -> Any:
+def load_text_encoder(folder: Path, dtype: torch.dtype, file: SingleFile | None = None) -> Any:
     """The frozen text encoder in `folder`, with its `lm_head`; ModelError if it is another model or incomplete.
 
-    The config is read here: for one that it cannot read, transformers would make random weights of the 7B model's size.
+    With a `file` the weights are those of the file, and there is no `lm_head`. The config is read here: for one that it
+    cannot read, transformers would make random weights of the 7B model's size.
     """
     config = model_config(read_config(folder / "config.json"), folder)
     kind = MODELS[config.model_type]
-    model = load_whole(kind, folder, config=config, dtype=dtype, attn_implementation=config._attn_implementation)
+    if file is None:
+        model = load_whole(kind, folder, config=config, dtype=dtype, attn_implementation=config._attn_implementation)
+    else:
+        model = _load_file(kind, config, dtype, file)
     model.model.visual.patch_embed.proj.__class__ = PatchEmbedding
     return model
+
+
+def _load_file(kind: type[Any], config: Any, dtype: torch.dtype, file: SingleFile) -> Any:
+    """The text encoder of a single file, on the CPU.
+
+    Matrices of the language model that the file has in 8 bits stay so, and are unpacked for each product: then a row of
+    the result depends on no other row. Everything else is converted to `dtype`.
+    """
+    with init_empty_weights(), explained(kind.__name__, file.path):
+        model = kind(config)
+        model.lm_head = nn.Identity()
+    check_shapes(file, model.model)
+    with explained(kind.__name__, file.path, do=None):
+        whole, quantised = map_file(file), file.quantised
+        state = {name: unpacked(whole, it).to(dtype) for name, it in file.tensors.items() if name not in quantised}
+        model.model.load_state_dict(state, strict=False, assign=True)
+        for name in quantised:
+            layer, tensor = model.model.get_submodule(name.removesuffix(".weight")), file.tensors[name]
+            QuantizedLinear.make(layer, stored(whole, tensor), row_scales(whole, tensor), group=tensor.group)
+    if dtype == torch.float32:
+        full_float32()
+    return model.requires_grad_(False).eval()
 
 
 # ---- patch embedding -------------------------------------------------------------------------------------------------

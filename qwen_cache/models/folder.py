@@ -20,7 +20,14 @@ from qwen_cache.errors import ModelError, first_line
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import NOT_YET, PIPELINES, SUPPORTED, Family, Pipeline, PipelineName, Template, family_of
-from qwen_cache.models.single_file import SingleFile, StoredTensor, check_packages, open_single_file, read_header
+from qwen_cache.models.single_file import (
+    SingleFile,
+    StoredTensor,
+    check_packages,
+    open_single_file,
+    open_text_encoder,
+    read_header,
+)
 from qwen_cache.storage.files import open_file, read_file
 from qwen_cache.storage.remembered import BLOCK, find_fault, known_digest, remembered, remembered_digest
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
@@ -487,6 +494,8 @@ def _names(table: type[Values]) -> set[str]:
 # Only the requested components are downloaded and checked: `build` never touches the transformer, a training run never
 # the encoders. Imports neither torch nor diffusers.
 
+ENCODERS = ("vae", "text_encoder", "processor")
+"""The entries of a recipe that say which encoders made it; the last one is of tokenizer and processor."""
 ENCODER_PARTS = ("vae", "text_encoder", "tokenizer", "processor")
 """The folders of the frozen encoders; a model has those of its pipeline."""
 NUNCHAKU = "nunchaku_lite"
@@ -512,6 +521,8 @@ class ModelFolder:
     pipeline: PipelineName
     transformer: str | None = None
     """A single file whose weights are used in place of those of the transformer's folder."""
+    text_encoder: str | None = None
+    """The same for the text encoder's."""
     other_vae: Path | None = None
     """The folder of a VAE whose decoder is used in place of that of the model's."""
     is_here: ClassVar[bool] = True
@@ -531,6 +542,12 @@ class ModelFolder:
         """The single file in place of the transformer's weights; ModelError if it is not of this model."""
         config = self.component("transformer") / "config.json"
         return None if self.transformer is None else open_single_file(self.transformer, read_config(config))
+
+    @cached_property
+    def text_encoder_file(self) -> SingleFile | None:
+        """The single file in place of the text encoder's weights; ModelError if it is not of this model."""
+        config = self.component("text_encoder") / "config.json"
+        return None if self.text_encoder is None else open_text_encoder(self.text_encoder, read_config(config))
 
     @property
     def transformer_weights(self) -> Path | SingleFile:
@@ -651,16 +668,16 @@ def open_model(
     revision: str | None = None,
     transformer: str | None = None,
     vae: str | None = None,
+    text_encoder: str | None = None,
 ) -> ModelFolder:
     """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise.
 
-    With a single file as its `transformer`, of the transformer's folder only config.json is needed. `vae` names another
-    VAE to decode with, if the model's is among the components.
+    With a single file as its `transformer` or `text_encoder`, of that folder only config.json is needed. `vae` names
+    another VAE to decode with, if the model's is among the components.
     """
-    name = check_name(name)
-    whole = [each for each in components if each != "transformer" or transformer is None]
-    patterns = [PIPELINE_INDEX, *(f"{each}/*" for each in whole)]
-    patterns += ["transformer/config.json"] if len(whole) < len(components) else []
+    name, files = check_name(name), {"transformer": transformer, "text_encoder": text_encoder}
+    needs_all = {each: files.get(each) is None for each in components}
+    patterns = [PIPELINE_INDEX, *(f"{each}/{'*' if whole else 'config.json'}" for each, whole in needs_all.items())]
     path = Path(name) if Path(name).is_dir() else _download(name, patterns, revision)
     index = path / PIPELINE_INDEX
     if not index.is_file():
@@ -687,9 +704,11 @@ def open_model(
     for each in needed:
         check_files(path / each)
     other_vae = open_vae(vae) if vae is not None and "vae" in components else None
-    opened = ModelFolder(name, path, facts.name, transformer, other_vae)
+    text_encoder = text_encoder if "text_encoder" in components else None
+    opened = ModelFolder(name, path, facts.name, transformer, text_encoder, other_vae)
     if "transformer" in components:
         check_packages(opened.transformer_file)  # and with it the file
+    _ = opened.text_encoder_file  # checks it
     return opened
 
 
@@ -754,11 +773,35 @@ def fingerprint(
     return content_hash(canonical_json(digests)) if all(digest for _, digest in digests) else ""
 
 
-def encoder_files(model: ModelFolder) -> dict[str, tuple[Sequence[Path], tuple[str, ...]]]:
-    """The folders and the endings of the files whose `fingerprint` a recipe has, by its entries."""
-    texts = [model.component(each) for each in model.facts.encoder_parts if each in ("tokenizer", "processor")]
-    weights = {part: ([model.component(part)], WEIGHTS) for part in ("vae", "text_encoder")}
-    return weights | {"processor": (texts, CONFIGURATION)}
+def encoder_folders(model: ModelFolder, entry: str) -> Sequence[Path]:
+    """The folders of the files whose hash a recipe has under this entry, one of `ENCODERS`."""
+    parts = ("tokenizer", "processor") if entry == "processor" else (entry,)
+    return [model.component(each) for each in model.facts.encoder_parts if each in parts]
+
+
+def encoder_fingerprint(
+    model: ModelFolder, entry: str, on_bytes: Callable[[int], None] = lambda _: None, *, read: bool = True
+) -> str:
+    """The hash that a recipe has under this entry, one of `ENCODERS`; arguments as in `fingerprint`."""
+    if entry == "processor":
+        return fingerprint(encoder_folders(model, entry), CONFIGURATION, on_bytes, read=read)
+    file = model.text_encoder if entry == "text_encoder" else None
+    return component_fingerprint(model.component(entry), file, on_bytes, read=read)
+
+
+def component_fingerprint(
+    folder: Path, file: str | None, on_bytes: Callable[[int], None] = lambda _: None, *, read: bool = True
+) -> str:
+    """The `fingerprint` of a component; with a single `file` in place of its weights, one of config.json and the file,
+    whatever its name."""
+    if file is None:
+        return fingerprint([folder], on_bytes=on_bytes, read=read)
+    paths = (folder / "config.json", Path(file))
+    try:
+        digests = [remembered_digest(path, on_bytes) if read else known_digest(path) for path in paths]
+    except OSError as error:
+        raise ModelError(f"this file cannot be read: {error.strerror}", where=error.filename) from None
+    return content_hash(canonical_json(digests)) if all(digests) else ""
 
 
 def vae_encoder_fingerprint(folder: Path) -> str:

@@ -16,10 +16,11 @@ from typing import Any
 from qwen_cache.errors import ModelError, QwenCacheError
 from qwen_cache.models.family import same_inputs
 from qwen_cache.models.folder import (
+    ENCODERS,
     ModelFolder,
-    encoder_files,
+    encoder_fingerprint,
+    encoder_folders,
     find_here,
-    fingerprint,
     is_whole,
     open_model,
     vae_encoder_fingerprint,
@@ -34,7 +35,7 @@ PARTS = {"vae": "VAE", "text_encoder": "text encoder", "processor": "tokenizer o
 """The entries of a recipe in words."""
 
 
-FILES = ("transformer", "vae")
+FILES = ("transformer", "text_encoder", "vae")
 """The settings of `model` that have an option."""
 
 
@@ -76,11 +77,9 @@ def with_recorded_model(
         return config
     name, file = recorded["path"], plain(folder / CONFIG_NAME)
     others = [key for key in deciding if key in recorded and getattr(config.model, key) is None]
-    words = (
-        (f"--{key}", recorded[key]) if key in FILES else ("--set", assignment(f"model.{key}", recorded[key]))
-        for key in others
-    )
-    given = ["--model", name, *chain.from_iterable(words)]
+    typed = ([f"--{key.replace('_', '-')}", recorded[key]] for key in others if key in FILES)
+    assigned = (["--set", assignment(f"model.{key}", recorded[key])] for key in others if key not in FILES)
+    given = ["--model", name, *chain.from_iterable([*assigned, *typed])]
     do = f"give {shell_line(given)}, as in {file}, or another model"
     if others:
         raise ModelError("no model is named", do=do)
@@ -111,12 +110,14 @@ def differing_encoder(
     Only components that are here as a whole count. `vae_encoders` are those of the cache's manifest: another decoder
     makes no difference. Tokenizers are compared within a pipeline. Unless `read` is true, no text encoder is read.
     """
-    for part, (folders, endings) in encoder_files(model).items():
-        if part not in recipe or not all(map(is_whole, folders)):
+    for part in ENCODERS:
+        folders = encoder_folders(model, part)
+        is_file = part == "text_encoder" and model.text_encoder is not None
+        if part not in recipe or not (is_file or all(map(is_whole, folders))):
             continue
         if part == "processor" and model.pipeline != recipe.get("pipeline"):
             continue
-        found = fingerprint(folders, endings, on_bytes, read=read)
+        found = encoder_fingerprint(model, part, on_bytes, read=read)
         if found in ("", recipe[part]):
             continue
         if part == "vae" and vae_encoders.get(recipe[part]) in (None, vae_encoder_fingerprint(*folders)):

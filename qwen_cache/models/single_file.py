@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -53,6 +53,7 @@ STRING, ARRAY = 8, 9
 MOST_TENSORS, MOST_VALUES, MOST_DIMENSIONS = 100_000, 1_000_000, 4  # the 20B transformer has 1,933 tensors
 DOWNLOAD = "download the file again"
 OTHER_FILE = "use a bf16, fp8, int8_convrot or GGUF file of the model"
+OTHER_TEXT_ENCODER = "use a bf16, fp8 or int8_convrot file of the text encoder alone"
 
 
 @dataclass(frozen=True)
@@ -204,11 +205,12 @@ class _Gguf:
 
 
 # ---- single file -----------------------------------------------------------------------------------------------------
-# A transformer in a single file, of ComfyUI or GGUF: its parameters by their names in diffusers.
+# A transformer in a single file, of ComfyUI or GGUF, or a text encoder in one of ComfyUI: its parameters by their names
+# in diffusers or transformers.
 #
-# Read without torch: safetensors in bf16, fp8, scaled fp8 and int8 (with ConvRot's rotation or not), and GGUF, with or
-# without ComfyUI's prefix. Refused, with the reason: URLs, pickles, truncated files, other quantisations, LoRAs, text
-# encoders, and transformers of another family or size than the model's config.json says.
+# Read without torch: safetensors in bf16, fp8, scaled fp8 and int8 (with ConvRot's rotation or not), and a transformer
+# in GGUF, with or without ComfyUI's prefix. Refused, with the reason: URLs, pickles, truncated files, other
+# quantisations, LoRAs, and models of another kind, family or size than the model's config.json says.
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 """What ComfyUI's files may have before the name of a parameter."""
@@ -240,26 +242,50 @@ GATE_UP = "img_mlp.gate_up.weight"
 GATE_AND_UP = ("img_mlp.gate_layer.weight", "img_mlp.proj.weight")
 """ComfyUI joins these two matrices of Qwen-Image-2.1, the gate's rows first (as in diffusers' single-file loader)."""
 BLOCKS = "transformer_blocks."
+TEXT_BLOCKS = "language_model.layers."
+TEXT_NAMES = {
+    "model.visual.": "visual.",
+    "visual.": "visual.",
+    "model.language_model.": "language_model.",
+    "model.": "language_model.",
+}
+"""How the names of a text encoder begin in files (ComfyUI's of Qwen2.5-VL are older than those of Qwen3-VL), and in
+transformers without its `lm_head`; the first that fits counts."""
+LM_HEAD = "lm_head."
+"""The language model's last layer, which no embedding depends on."""
+AS_TEXT_ENCODER = ("a text encoder", "name it as model.text_encoder, or with --text-encoder")
 NOT_A_TRANSFORMER = {
     ".lora_": ("a LoRA", "name the base here; a LoRA goes to `predict --lora` or train.lora.weights"),
     "lora_unet_": ("a LoRA", "name the base here; a LoRA goes to `predict --lora` or train.lora.weights"),
     ".qweight": ("quantised by nunchaku or another program", "use a bf16, fp8 or GGUF file, or its folder"),
-    "model.embed_tokens.": ("a text encoder", "text encoder and VAE are those of model.path"),
-    "model.layers.": ("a text encoder", "text encoder and VAE are those of model.path"),
+    "model.embed_tokens.": AS_TEXT_ENCODER,
+    "model.layers.": AS_TEXT_ENCODER,
+    "model.language_model.": AS_TEXT_ENCODER,
     "token_embd.": ("a text encoder", "text encoder and VAE are those of model.path"),
     "decoder.": ("a VAE", "text encoder and VAE are those of model.path"),
 }
 """Parts of names that say what a file is instead."""
+NOT_A_TEXT_ENCODER = {
+    ".lora_": ("a LoRA", "leave model.text_encoder out"),
+    ".qweight": ("quantised by nunchaku or another program", OTHER_TEXT_ENCODER),
+    BLOCKS: ("a transformer", "name it as model.transformer, or with --transformer"),
+    "decoder.": ("a VAE", "leave model.text_encoder out: the VAE is that of model.path"),
+    "text_encoders.": ("a whole checkpoint", OTHER_TEXT_ENCODER),
+    ".linear_attn.": ("a Qwen3.5, such as the prompt enhancer of Qwen-Image-2.1", OTHER_TEXT_ENCODER),
+}
+"""The same of a text encoder's file."""
 
 
 @dataclass(frozen=True)
 class SingleFile:
-    """A transformer in a single file. Make one with `open_single_file`."""
+    """A model in a single file. Make one with `open_single_file` or `open_text_encoder`."""
 
     path: Path
     kind: Literal["safetensors", "gguf"]
     tensors: Mapping[str, StoredTensor]
-    """The parameters, by their names in diffusers."""
+    """The parameters, by their names in diffusers, or in transformers without the `lm_head`."""
+    blocks: str = BLOCKS
+    """How the names of the parameters in its blocks begin."""
 
     @property
     def quantization(self) -> str | None:
@@ -270,20 +296,30 @@ class SingleFile:
         return "int8_convrot" if INT8 in dtypes else "fp8" if dtypes & set(FP8) else None
 
     @property
+    def matrices(self) -> dict[str, StoredTensor]:
+        """The matrices of the blocks."""
+        return {name: it for name, it in self.tensors.items() if name.startswith(self.blocks) and len(it.shape) == 2}
+
+    @property
+    def quantised(self) -> set[str]:
+        """The weights of the blocks that stay quantised when they are loaded; all others are unpacked."""
+        matrices = self.matrices.items()
+        return {name for name, it in matrices if name.endswith(".weight") and (it.is_packed or it.dtype in QUANTISED)}
+
+    @property
     def bytes_per_weight(self) -> float:
         """In the matrices of the blocks, as loaded: 8 bits with a float32 scale per row, what is not quantised in
         bf16."""
-        matrices = [it for name, it in self.tensors.items() if name.startswith(BLOCKS) and len(it.shape) == 2]
-        return sum(map(_bytes_loaded, matrices)) / sum(math.prod(it.shape) for it in matrices)
+        matrices = self.matrices.values()
+        return sum(map(_bytes_loaded, matrices)) / (sum(math.prod(it.shape) for it in matrices) or 1)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The model's config.json with the quantisation of this file in place of the folder's own."""
         own = {name: value for name, value in config.items() if name != "quantization_config"}
         matrices: dict[str, list[bool]] = {}
-        for name, tensor in self.tensors.items():
-            if name.startswith(BLOCKS) and len(tensor.shape) == 2:
-                layer = name.removeprefix(BLOCKS).partition(".")[2].removesuffix(".weight")
-                matrices.setdefault(layer, []).append(tensor.dtype in QUANTISED)
+        for name, tensor in self.matrices.items():
+            layer = name.removeprefix(self.blocks).partition(".")[2].removesuffix(".weight")
+            matrices.setdefault(layer, []).append(tensor.dtype in QUANTISED)
         quantised = {
             "quant_method": self.quantization,
             "modules_to_not_convert": sorted(name for name, stays in matrices.items() if 2 * sum(stays) < len(stays)),
@@ -302,14 +338,13 @@ def _bytes_loaded(matrix: StoredTensor) -> int:
 
 def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
     """The transformer in the file `name`, for a model with this config.json; ModelError if it is not that."""
-    path = Path(name)
-    if not path.is_file():
-        what = "model.transformer is a file"
-        found = "a URL" if "://" in name else "a folder" if path.is_dir() else "no such file"
-        do = {"a URL": "download it first", "a folder": "name a folder with --model"}.get(found)
-        raise ModelError(what, where=name, expected="a .safetensors or .gguf file", found=found, do=do)
+    path = _file(name, "model.transformer", "a .safetensors or .gguf file")
     header = read_header(path)
-    tensors = _parameters(path, header, _comfy_formats(path, header))
+    tensors = _parameters(path, header, _transformer_names(path, header), OTHER_FILE)
+    for joined_name in [it for it, tensor in tensors.items() if it.endswith(GATE_UP) and len(tensor.shape) == 2]:
+        joined = tensors.pop(joined_name)
+        for second, part in enumerate(GATE_AND_UP):
+            tensors[joined_name.replace(GATE_UP, part)] = joined.half(bool(second))
     _check_architecture(path, tensors, config)
     if any(name.endswith(ZERO_COND_T) for name in header.tensors) and not config.get("zero_cond_t"):
         raise ModelError(
@@ -322,6 +357,29 @@ def open_single_file(name: str, config: Mapping[str, Any]) -> SingleFile:
     return SingleFile(path, header.kind, tensors)
 
 
+def open_text_encoder(name: str, config: Mapping[str, Any]) -> SingleFile:
+    """The text encoder in the file `name`, without its `lm_head`, for one with this config.json; ModelError if it is
+    not that."""
+    path = _file(name, "model.text_encoder", "a .safetensors file")
+    header = read_header(path)
+    if header.kind != "safetensors":
+        what = "text encoders in GGUF are not read"
+        raise ModelError(what, where=path, expected="a .safetensors file", found=header.kind, do=OTHER_TEXT_ENCODER)
+    _check_kind(path, header.tensors, "text encoder", NOT_A_TEXT_ENCODER)
+    tensors = _parameters(path, header, _text_name, OTHER_TEXT_ENCODER)
+    _check_text_encoder(path, tensors, config)
+    return SingleFile(path, header.kind, tensors, TEXT_BLOCKS)
+
+
+def _file(name: str, setting: str, expected: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        found = "a URL" if "://" in name else "a folder" if path.is_dir() else "no such file"
+        do = {"a URL": "download it first", "a folder": "name a folder with --model"}.get(found)
+        raise ModelError(f"{setting} is a file", where=name, expected=expected, found=found, do=do)
+    return path
+
+
 def check_packages(file: SingleFile | None) -> None:
     """ConfigError if a package is missing that loads this quantisation."""
     if file is not None and file.quantization == "gguf" and installed("gguf") is None:
@@ -332,22 +390,35 @@ def check_packages(file: SingleFile | None) -> None:
 # ---- names -----------------------------------------------------------------------------------------------------------
 
 
-def _parameters(path: Path, header: Header, formats: Mapping[str, Mapping[str, Any]]) -> dict[str, StoredTensor]:
-    """The parameters with their scales and rotations, under diffusers' names."""
+def _transformer_names(path: Path, header: Header) -> Callable[[str], str | None]:
+    """A function that returns the name of a parameter in diffusers; None for a tensor that is not the transformer's."""
     prefix = next((it for it in PREFIXES if any(name.startswith(it) for name in header.tensors)), "")
-    own = {name.removeprefix(prefix): it for name, it in header.tensors.items() if name.startswith(prefix)}
-    for part, (kind, do) in NOT_A_TRANSFORMER.items():
-        if any(part in name for name in own):
-            raise ModelError(f"this is not a transformer's file but {kind}", where=path, do=do)
+    own = [name.removeprefix(prefix) for name in header.tensors if name.startswith(prefix)]
+    _check_kind(path, own, "transformer", NOT_A_TRANSFORMER)
     if others := [name for name in header.tensors if not name.startswith((prefix, *OTHER_PARTS))]:
         what = "some tensors have ComfyUI's prefix, others have not"
         raise ModelError(what, where=path, found=min(others), do=DOWNLOAD)
-    tensors, scales = {}, {}
-    for name, tensor in own.items():
-        if ending := next((it for it in SCALES if name.endswith(it)), None):
-            scales[f"{name.removesuffix(ending)}.weight"] = tensor
-        elif not name.endswith(IGNORED):
-            tensors[name] = tensor
+    return lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None
+
+
+def _text_name(name: str) -> str | None:
+    """The name in transformers of a text encoder's parameter; None for the `lm_head`."""
+    begin = next((it for it in TEXT_NAMES if name.startswith(it)), None)
+    return None if name.startswith(LM_HEAD) else TEXT_NAMES[begin] + name.removeprefix(begin) if begin else name
+
+
+def _parameters(path: Path, header: Header, rename: Callable[[str], str | None], do: str) -> dict[str, StoredTensor]:
+    """The parameters with their scales and rotations, under the names that `rename` gives them."""
+    tensors: dict[str, StoredTensor] = {}
+    scales: dict[str, StoredTensor] = {}
+    for stored_name, tensor in header.tensors.items():
+        if (name := rename(stored_name)) is None or name.endswith(IGNORED):
+            continue
+        ending = next((it for it in SCALES if name.endswith(it)), None)
+        found, name = (scales, f"{name.removesuffix(ending)}.weight") if ending else (tensors, name)
+        if name in found:
+            raise ModelError("two tensors are the same parameter", where=f"{path}: {name}", found=stored_name, do=do)
+        found[name] = tensor
     for name, scale in scales.items():
         weight = tensors.get(name)
         rows = weight.shape[0] if weight and weight.shape else 0
@@ -360,39 +431,40 @@ def _parameters(path: Path, header: Header, formats: Mapping[str, Mapping[str, A
                 "this scale is not of an fp8 or int8 matrix, with one number for all or one for each row",
                 where=f"{path}: {name}",
                 found=of,
-                do=OTHER_FILE,
+                do=do,
             )
         tensors[name] = replace(weight, scale=scale)
-    for layer, entry in formats.items():
-        name = f"{layer.removeprefix(prefix)}.weight"
-        weight = tensors.get(name)
+    formats = {rename(f"{layer}.weight"): entry for layer, entry in _comfy_formats(path, header, do).items()}
+    for weight_name, entry in formats.items():
+        weight, where = tensors.get(weight_name or ""), f"{path}: {weight_name}"
         if weight and weight.dtype in QUANTISED and weight.dtype not in COMFY_FORMATS[entry["format"]]:
             what = "the weight's dtype is not that of ComfyUI's entry about it"
-            raise ModelError(what, where=f"{path}: {name}", expected=entry["format"], found=weight.dtype, do=DOWNLOAD)
-        if weight and weight.dtype == INT8:
-            tensors[name] = replace(weight, group=_group(f"{path}: {name}", weight, entry))
-    named = {layer.removeprefix(prefix) for layer in formats}
+            raise ModelError(what, where=where, expected=entry["format"], found=weight.dtype, do=DOWNLOAD)
+        if weight_name and weight and weight.dtype == INT8:
+            tensors[weight_name] = replace(weight, group=_group(where, weight, entry, do))
     for name, tensor in tensors.items():
-        if tensor.dtype == INT8 and (tensor.scale is None or name.removesuffix(".weight") not in named):
+        if tensor.dtype == INT8 and (tensor.scale is None or name not in formats):
             lacking = "its scale" if tensor.scale is None else "ComfyUI's entry about its format"
-            raise ModelError(f"an int8 weight without {lacking}", where=f"{path}: {name}", do=OTHER_FILE)
-    for name in [it for it, tensor in tensors.items() if it.endswith(GATE_UP) and len(tensor.shape) == 2]:
-        joined = tensors.pop(name)
-        for second, part in enumerate(GATE_AND_UP):
-            tensors[name.replace(GATE_UP, part)] = joined.half(bool(second))
-    for name, tensor in tensors.items():
-        if not tensor.is_packed and tensor.dtype not in PARAMETERS:
+            raise ModelError(f"an int8 weight without {lacking}", where=f"{path}: {name}", do=do)
+        if header.kind == "safetensors" and tensor.dtype not in PARAMETERS:
             raise ModelError(
                 "weights of this dtype are not read",
                 where=f"{path}: {name}",
                 expected=", ".join(PARAMETERS),
                 found=tensor.dtype,
-                do=OTHER_FILE,
+                do=do,
             )
     return tensors
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def _check_kind(path: Path, names: Collection[str], kind: str, others: Mapping[str, tuple[str, str]]) -> None:
+    """ModelError if a part of a name says that the file is one of `others`."""
+    for part, (other, do) in others.items():
+        if any(part in name for name in names):
+            raise ModelError(f"this is not a {kind}'s file but {other}", where=path, do=do)
 
 
 def _check_architecture(path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
@@ -407,19 +479,46 @@ def _check_architecture(path: Path, tensors: Mapping[str, StoredTensor], config:
     }
     found: dict[str, Any] = {name: tensors[name].shape if name in tensors else None for name in expected}
     expected["blocks"] = config["num_layers"]
-    found["blocks"] = len({name.split(".")[1] for name in tensors if name.startswith(BLOCKS)})
+    found["blocks"] = _count(tensors, BLOCKS)
+    _check_equal(path, "transformer", expected, found, f"name a file of {family.name}, or its own model with --model")
+
+
+def _check_text_encoder(path: Path, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> None:
+    """ModelError unless vocabulary, widths and layers are those of config.json; torch compares the rest."""
+    text, vision = config.get("text_config") or config, config.get("vision_config") or {}
+    table, patches = tensors.get("language_model.embed_tokens.weight"), tensors.get("visual.patch_embed.proj.weight")
+    rows, width = table.shape if table and len(table.shape) == 2 else (None, None)
+    vision_width = patches.shape[0] if patches and patches.shape else None
+    sizes: dict[str, tuple[Any, Any]] = {
+        "vocabulary": (text.get("vocab_size"), rows),
+        "width": (text.get("hidden_size"), width),
+        "layers": (text.get("num_hidden_layers"), _count(tensors, TEXT_BLOCKS)),
+        "width of the vision tower": (vision.get("hidden_size"), vision_width),
+        "layers of the vision tower": (vision.get("depth"), _count(tensors, "visual.blocks.")),
+    }
+    known = {name: size for name, size in sizes.items() if size[0] is not None}  # others have transformers' defaults
+    expected, found = ({name: size[i] for name, size in known.items()} for i in (0, 1))
+    do = f"name a file of this model's text encoder, {config.get('model_type')}, or its own model with --model"
+    _check_equal(path, "text encoder", expected, found, do)
+
+
+def _count(tensors: Mapping[str, StoredTensor], blocks: str) -> int:
+    return len({name.removeprefix(blocks).partition(".")[0] for name in tensors if name.startswith(blocks)})
+
+
+def _check_equal(path: Path, kind: str, expected: Mapping[str, Any], found: Mapping[str, Any], do: str) -> None:
     for name, value in expected.items():
         if found[name] != value:
             raise ModelError(
-                f"this is not the transformer of the model in model.path: {name}",
+                f"this is not the {kind} of the model in model.path: {name}",
                 where=path,
                 expected=value,
                 found="no such tensor" if found[name] is None else found[name],
-                do=f"name a file of {family.name}, or its own model with --model",
+                do=do,
             )
 
 
-def _comfy_formats(path: Path, header: Header) -> dict[str, dict[str, Any]]:
+def _comfy_formats(path: Path, header: Header, do: str) -> dict[str, dict[str, Any]]:
     """ComfyUI's entries about quantised layers: those of the header count, else each layer's own tensor.
 
     ModelError for a format other than fp8 or int8 with a scale per tensor or row.
@@ -444,12 +543,12 @@ def _comfy_formats(path: Path, header: Header) -> dict[str, dict[str, Any]]:
                 where=f"{path}: {name}",
                 expected=" or ".join(COMFY_FORMATS),
                 found=kind if kind else "no format, as in files of older extensions",
-                do=OTHER_FILE,
+                do=do,
             )
     return entries
 
 
-def _group(where: str, weight: StoredTensor, entry: Mapping[str, Any]) -> int:
+def _group(where: str, weight: StoredTensor, entry: Mapping[str, Any], do: str) -> int:
     """The columns that were rotated together, by an entry of ComfyUI, whose values may stand in `params`."""
     params = entry.get("params")
     values = {**(params if isinstance(params, dict) else {}), **entry}
@@ -459,7 +558,7 @@ def _group(where: str, weight: StoredTensor, entry: Mapping[str, Any]) -> int:
     if rotates is not True or type(group) is not int or group not in CONVROT_GROUPS:
         expected = f"a rotation of {', '.join(map(str, CONVROT_GROUPS))} columns"
         found = f"convrot {rotates!r}, convrot_groupsize {group!r}"
-        raise ModelError("this rotation is not ConvRot's", where=where, expected=expected, found=found, do=OTHER_FILE)
+        raise ModelError("this rotation is not ConvRot's", where=where, expected=expected, found=found, do=do)
     if len(weight.shape) != 2 or weight.shape[1] % group:
         found = f"{weight.shape}, rotated by {group}"
         raise ModelError("the columns are no multiple of the rotated group", where=where, found=found, do=DOWNLOAD)

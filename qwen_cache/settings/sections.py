@@ -63,6 +63,9 @@ class ModelConfig(Section):
     transformer: str | None = None
     """A single file in place of the transformer's weights: .safetensors as ComfyUI has it (bf16, fp8, scaled fp8), or
     .gguf. Its config.json and all other components are those of model.path."""
+    text_encoder: str | None = None
+    """A single file in place of the text encoder's weights: .safetensors as ComfyUI has it (bf16, scaled fp8,
+    int8_convrot). Its config.json and all other components are those of model.path."""
     vae: str | None = None
     """A VAE whose decoder makes the images, in place of the model's: a folder, or a repository on the hub. The model's
     own VAE still encodes."""

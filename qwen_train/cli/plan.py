@@ -15,6 +15,7 @@ from qwen_cache.options import (
     MODEL_PATH,
     READ_CACHE,
     SET,
+    TEXT_ENCODER,
     TRANSFORMER,
     command,
     option,
@@ -33,6 +34,7 @@ def plan(
     cache: Given | None = READ_CACHE,
     model: Given | None = MODEL_PATH,
     transformer: Given | None = TRANSFORMER,
+    text_encoder: Given | None = TEXT_ENCODER,
     gpu_memory: str | None = option(DEVICES, "The memory of the GPU, such as 24GB.", "SIZE"),
     json: bool = JSON,
     config: Path | None = CONFIG,
@@ -46,7 +48,7 @@ def plan(
 
     if cache and (of_run := cache_of_run(Path(cache.value))):
         cache = replace(cache, value=of_run)
-    settings = load_config(config, set_, [model, transformer, *only_cache(cache)])
+    settings = load_config(config, set_, [model, transformer, text_encoder, *only_cache(cache)])
     require("torch")
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
@@ -55,7 +57,8 @@ def plan(
     settings = with_model_of_caches(settings, samples, ("transformer",))
     name = check_name(settings.model.path)
     if here := find_here(name, (), settings.model.revision):
-        check_encoders(samples, replace(open_model(str(here), ()), name=name), read=False)
+        opened = replace(open_model(str(here), ()), name=name, text_encoder=settings.model.text_encoder)
+        check_encoders(samples, opened, read=False)
     from qwen_train import memory
     from qwen_train.inference.memory import memory_beside_training
 

@@ -15,6 +15,7 @@ from qwen_cache.options import (
     OUTPUT,
     SAMPLING,
     SET,
+    TEXT_ENCODER,
     TRANSFORMER,
     VAE,
     command,
@@ -117,6 +118,7 @@ def predict(
     key: list[str] | None = KEY,
     model: Given | None = MODEL_PATH,
     transformer: Given | None = TRANSFORMER,
+    text_encoder: Given | None = TEXT_ENCODER,
     vae: Given | None = VAE,
     lora: list[str] | None = LORA,
     merge: bool = MERGE,
@@ -149,7 +151,7 @@ def predict(
 
     sizes, guidance = (height, width, output_resolution), (negative_prompt, true_cfg_scale, guidance_scale)
     others = (num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
-    settings = load_config(config, set_, [model, transformer, vae, *others, *guidance, *sizes])
+    settings = load_config(config, set_, [model, transformer, text_encoder, vae, *others, *guidance, *sizes])
     from qwen_train.inference.predict import PredictOptions, check_guidance, run_predict
     from qwen_train.lora.files import split_weight
     from qwen_train.run import cache_of_run, run_of

@@ -562,13 +562,17 @@ def check_encoders(
 ) -> None:
     """ModelError for a cache of other encoders than those in the model's folder, as far as they are there.
 
-    A note names the model that a cache was built with, if it has another name: transformers share encoders. Unless
-    `read` is true, only what was hashed before is compared.
+    The folder's text encoder is not compared with a single file that encoded the cache. A note names the model that a
+    cache was built with, if it has another name: transformers share encoders. Unless `read` is true, only what was
+    hashed before is compared.
     """
     for cache in samples.caches if isinstance(samples, Mixture) else ():
-        recipe, built_with = cache.recipe.recipe, recorded_model(cache.folder).get("path", model.name)
+        recipe, recorded = cache.recipe.recipe, recorded_model(cache.folder)
         if not same_inputs(recipe.get("pipeline"), model.pipeline):
             continue  # which is refused for that
+        if model.text_encoder is None and "text_encoder" in recorded:
+            recipe = {name: value for name, value in recipe.items() if name != "text_encoder"}
+        built_with = recorded.get("path", model.name)
         if part := differing_encoder(model, recipe, cache.manifest.vae_encoders, on_bytes, read=read):
             raise ModelError(
                 f"the cache was built with another {PARTS[part]} than this model has",

@@ -457,7 +457,8 @@ def fingerprint(model: ModelFolder) -> str:
     """The hash of a model's file names, sizes and times; reading the files would take longer than generating."""
     folders = [model.component(name) for name in COMPONENTS if (model.path / name).is_dir()]
     files = [(folder.name, path) for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    files += [("transformer", Path(model.transformer))] if model.transformer else []
+    singles = {"transformer": model.transformer, "text_encoder": model.text_encoder}
+    files += [(component, Path(name)) for component, name in singles.items() if name]
     files += [("decoder", path) for path in sorted(model.other_vae.iterdir())] if model.other_vae else []
     stats = [(component, path.name, path.stat()) for component, path in files]
     return content_hash(

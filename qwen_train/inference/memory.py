@@ -38,6 +38,7 @@ from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
 from qwen_cache.models.quantization import Kind
+from qwen_cache.models.single_file import open_text_encoder
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.sizes import calculate_dimensions
 from qwen_train.data.batches import in_order
@@ -59,7 +60,7 @@ class Components:
     quantization: Kind = "none"
     """The transformer's, on loading."""
     placement: Placement = WHOLE
-    """The placement of the text encoder's weights while a cache is built."""
+    """The placement of the text encoder's weights while a cache is built; `predict` has all of them on the device."""
 
     @property
     def family(self) -> Family:
@@ -89,14 +90,15 @@ class Components:
             images = [calculate_dimensions(self.condition_area, size) for size in images]
         tokens = self.sample.text_tokens - (0 if self.family.text_rows_only else image_token_count(config, images))
         work = TextWork(tuple(images), max(1, tokens), in_one_pass)
-        return text_lane(json.dumps(config), work, self.dtype, placement, partial=placement != WHOLE)
+        partial = not in_one_pass and placement != WHOLE
+        return text_lane(json.dumps(config), work, self.dtype, placement, partial=partial)
 
     # ---- what `predict` runs ----
 
     @cached_property
     def text_encoder(self) -> Component:
         """The text encoder without its `lm_head`, on images and prompt in one pass."""
-        return self._text(WHOLE, in_one_pass=True)
+        return self._text(Placement(loaded_quantised=self.placement.loaded_quantised), in_one_pass=True)
 
     @cached_property
     def vae(self) -> Component:
@@ -160,12 +162,17 @@ def memory_beside_training(settings: Config, workload: Workload) -> dict[str, di
     if not paths or not all(path.is_file() for path in paths.values()):
         return {}
     configs = {"transformer": workload.transformer, **{part: read_config(path) for part, path in paths.items()}}
+    is_quantised = False
+    if settings.model.text_encoder is not None:
+        own = configs["text_encoder"]
+        file = open_text_encoder(settings.model.text_encoder, own)
+        configs["text_encoder"], is_quantised = file.config(own), file.quantization is not None
     recipe = workload.recipe
     area, kind = recipe.get("condition_image_size"), kind_of(workload.transformer, settings)
-    placement = Placement(recipe.get("text_quantization", "none"), settings.cache.text_offload)
+    placement = Placement(recipe.get("text_quantization", "none"), settings.cache.text_offload, is_quantised)
     dtype = torch_dtype(recipe.get("dtype", "bfloat16"))
     building = Components(configs, workload.sample, area, dtype, placement=placement)
-    generating = Components(configs, workload.sample, area, torch_dtype(settings.predict.dtype), kind)
+    generating = Components(configs, workload.sample, area, torch_dtype(settings.predict.dtype), kind, placement)
     lanes = {"vae": building.vae_lane.total, "text_encoder": building.text_lane.total}
     lanes["one_device"] = sum(lanes.values())
     both = {"build": lanes, "predict": generating.generating()}

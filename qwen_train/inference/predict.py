@@ -183,12 +183,13 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
 
     cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     components = COMPONENTS if cache is None else COMPONENTS_FOR_A_CACHE
-    deciding = ("revision", "transformer", "vae")
+    deciding = ("revision", "transformer", "text_encoder", "vae")
     known = () if cache is None else (cache.recipe.recipe, cache.manifest.vae_encoders)
     for folder in (*runs, *((cache.folder,) if cache else ())):  # the base of a LoRA first
         settings = with_recorded_model(settings, folder, components, *known, deciding=deciding)
     named = settings.model
-    model = open_model(named.path, components, named.revision, transformer=named.transformer, vae=named.vae)
+    files = {"transformer": named.transformer, "text_encoder": named.text_encoder}
+    model = open_model(named.path, components, named.revision, vae=named.vae, **files)
     if model.needs_nunchaku:
         check_nunchaku(model, options.loras)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]

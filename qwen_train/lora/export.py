@@ -33,6 +33,7 @@ from qwen_cache.models.folder import ModelFolder, check_component, open_model
 from qwen_cache.models.loading import explained
 from qwen_cache.models.recorded import with_recorded_model
 from qwen_cache.models.single_file import QUANTISED
+from qwen_cache.models.stored import DTYPES
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import make_folder, whole_folder, write_durably
@@ -62,7 +63,7 @@ from qwen_train.lora.names import (
     scaled_lokr,
 )
 from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
-from qwen_train.model.loading import DTYPES, STOCK_CLASSES, load_single_file, stock_class
+from qwen_train.model.loading import STOCK_CLASSES, load_single_file, stock_class
 from qwen_train.run import run_of
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import mmap
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,8 +28,9 @@ from qwen_cache.models.devices import to_device
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, read_config, shards_of
 from qwen_cache.models.loading import from_config
-from qwen_cache.models.quantization import QuantizedLinear, rotated
-from qwen_cache.models.single_file import BLOCKS, INT8, QUANTISED, SingleFile, StoredTensor
+from qwen_cache.models.quantization import QuantizedLinear
+from qwen_cache.models.single_file import INT8, SingleFile
+from qwen_cache.models.stored import check_shapes, map_file, packed, row_scales, stored, unpacked
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
@@ -358,15 +358,6 @@ def tabulate(
 # is unpacked. No weight is rounded except by the conversion to the wanted dtype. Refused: names or shapes that are not
 # the model's.
 
-DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I8": torch.int8,
-}
-
 
 def load_single_file(
     kind: type[Any],
@@ -389,10 +380,10 @@ def load_single_file(
     names = [name for name in file.tensors if not any(pattern.search(name) for pattern in unread)]
     try:
         whole = map_file(file)
-        quantised = set() if unpack else {name for name in names if _stays_quantised(name, file.tensors[name])}
+        quantised = set() if unpack else file.quantised.intersection(names)
         state = {name: unpacked(whole, file.tensors[name]).to(dtype) for name in names if name not in quantised}
         if file.quantization == "gguf":
-            state |= {name: _packed(stored(whole, file.tensors[name]), file.tensors[name]) for name in quantised}
+            state |= {name: packed(stored(whole, file.tensors[name]), file.tensors[name]) for name in quantised}
             transformer = kind.from_single_file(
                 state,
                 config=str(folder),
@@ -409,7 +400,7 @@ def load_single_file(
                 products = tensor.dtype == INT8 and not set(name.split(".")) & set(few_rows)
                 options = {"products": products, "backward": backward_in_8_bits}
                 QuantizedLinear.make(
-                    layer, stored(whole, tensor), _row_scales(whole, tensor), group=tensor.group, **options
+                    layer, stored(whole, tensor), row_scales(whole, tensor), group=tensor.group, **options
                 )
     except torch.OutOfMemoryError:
         raise  # the file is not the reason
@@ -422,68 +413,7 @@ def check_parameters(kind: type[Any], file: SingleFile, config: Mapping[str, Any
     """ModelError unless the file has the parameters of the class with this config.json, in their shapes."""
     with torch.device("meta"):
         stock = from_config(getattr(kind, "_stock_class", kind), config)
-    expected = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
-    found = {name: tensor.shape for name, tensor in file.tensors.items()}
-    wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
-    if wrong:
-        others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        raise ModelError(
-            f"the file does not have the parameters of the model in model.path: {wrong[0]}{others}",
-            where=file.path,
-            expected=expected.get(wrong[0], "no such parameter"),
-            found=found.get(wrong[0], "no such tensor"),
-            do="name a file of this model, or its own model with --model",
-        )
-
-
-# ---- tensors ---------------------------------------------------------------------------------------------------------
-
-
-def map_file(file: SingleFile) -> Tensor:
-    """The bytes of the file, mapped copy-on-write: `[N]` in uint8."""
-    return torch.from_numpy(np.memmap(file.path, np.uint8, "c"))
-
-
-def stored(whole: Tensor, tensor: StoredTensor) -> Tensor:
-    """The tensor as it is stored; of a packed one, the bytes of each row."""
-    raw = whole[tensor.begin : tensor.end]
-    if tensor.is_packed:
-        return raw.view(*tensor.shape[:-1], -1)
-    dtype = DTYPES[tensor.dtype]
-    aligned = raw if tensor.begin % dtype.itemsize == 0 else raw.clone()
-    return aligned.view(dtype).view(tensor.shape)
-
-
-def unpacked(whole: Tensor, tensor: StoredTensor) -> Tensor:
-    """The tensor as numbers: an 8-bit weight times its scale, rotated back, in float32; a packed one in the dtype of
-    its scales."""
-    values = stored(whole, tensor)
-    if tensor.is_packed:
-        from diffusers.quantizers.gguf.utils import dequantize_gguf_tensor
-
-        numbers: Tensor = dequantize_gguf_tensor(_packed(values, tensor))
-        return numbers
-    return values if tensor.scale is None else rotated(values.float() * _row_scales(whole, tensor), tensor.group)
-
-
-def _row_scales(whole: Tensor, tensor: StoredTensor) -> Tensor:
-    """`[N, 1]` in float32: the scale of each row, 1 without one."""
-    rows = tensor.shape[0]
-    scale = torch.ones(1) if tensor.scale is None else stored(whole, tensor.scale).float()
-    return scale.reshape(-1, 1).expand(rows, 1).contiguous()
-
-
-def _packed(values: Tensor, tensor: StoredTensor) -> Any:
-    """diffusers' parameter for GGML's blocks."""
-    from diffusers.quantizers.gguf.utils import GGUFParameter
-
-    return GGUFParameter(values, quant_type=importlib.import_module("gguf").GGMLQuantizationType[tensor.dtype])
-
-
-def _stays_quantised(name: str, tensor: StoredTensor) -> bool:
-    """True for the matrices of the blocks, where they are quantised."""
-    is_matrix = name.startswith(BLOCKS) and name.endswith(".weight") and len(tensor.shape) == 2
-    return is_matrix and (tensor.is_packed or tensor.dtype in QUANTISED)
+    check_shapes(file, stock)
 
 
 # ---- stock -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,12 @@ from typing import Any
 from qwen_cache.batching import sequence_settings
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.extras import install_command, installed, require
-from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, fingerprint, open_model
+from qwen_cache.models.folder import NUNCHAKU, WEIGHTS, ModelFolder, component_fingerprint, open_model
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import LoraConfig, TrainConfig
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
-from qwen_cache.storage.remembered import file_digest, remembered_digest
+from qwen_cache.storage.remembered import file_digest
 from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
 from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
@@ -304,7 +303,7 @@ def starting(
         check_samples(config, model, samples, validation_cache)
         if launch.is_main:
             with counting("hashing the encoders", None, in_bytes=True, transient=True) as advance:
-                check_encoders(samples, model, advance)
+                check_encoders(samples, replace(model, text_encoder=config.model.text_encoder), advance)
         check_timesteps(config.train, float(model.scheduler_config.get("shift_terminal") or 0))
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
@@ -407,9 +406,7 @@ def hash_transformer(model: ModelFolder) -> str:
         paths = [folder / "config.json", Path(model.transformer)]
     total = sum(path.stat().st_size for path in paths)
     with counting("hashing the transformer", total, in_bytes=True, transient=True) as advance:
-        if model.transformer is None:
-            return fingerprint([folder], on_bytes=advance)
-        return content_hash(canonical_json([remembered_digest(path, advance) for path in paths]))
+        return component_fingerprint(folder, model.transformer, advance)
 
 
 def hash_assistant(assistant: WeightedLora) -> str:

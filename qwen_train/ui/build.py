@@ -46,6 +46,7 @@ READ_OR_WRITTEN = (
     "cache.path",
     "data.mask_head",
     "model.transformer",
+    "model.text_encoder",
     "model.vae",
     "cache.local_copies",
 )

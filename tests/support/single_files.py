@@ -1,11 +1,12 @@
-"""A transformer written to a single file, as ComfyUI and llama.cpp's tools write it."""
+"""A transformer or text encoder written to a single file, as ComfyUI and llama.cpp's tools write it."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -45,8 +46,36 @@ def is_matrix(name: str, tensor: Tensor) -> bool:
     return name.startswith("transformer_blocks.") and tensor.ndim == 2
 
 
-def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
-    """Write the file, and return the weights that it means, in float32."""
+def text_weights_of(stock: Any) -> dict[str, Tensor]:
+    """A stock text encoder's weights, in float32, under the names of ComfyUI's files.
+
+    Those of Qwen2.5-VL have the names of its first repository, those of Qwen3-VL the names of transformers.
+    """
+    weights = {name: weight.detach() for name, weight in stock.named_parameters()}
+    if stock.config.model_type == "qwen3_vl":
+        return weights
+    shorter = {"model.language_model.": "model.", "model.visual.": "visual."}
+    return {_replaced(name, shorter): weight for name, weight in weights.items()}
+
+
+def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
+    begin = next((it for it in beginnings if name.startswith(it)), "")
+    return beginnings.get(begin, "") + name.removeprefix(begin)
+
+
+def is_text_matrix(name: str, tensor: Tensor) -> bool:
+    """Whether ComfyUI may quantise it, of a text encoder: every matrix but the vision tower's table of positions."""
+    return tensor.ndim == 2 and "pos_embed" not in name
+
+
+def write_safetensors(
+    path: Path,
+    weights: Mapping[str, Tensor],
+    layout: str,
+    is_matrix: Callable[[str, Tensor], bool] = is_matrix,
+    prefix: str = PREFIX,
+) -> dict[str, Tensor]:
+    """Write the file, and return the weights that it means, in float32. `prefix` is that of the layouts with one."""
     stored: dict[str, Tensor] = {}
     meant: dict[str, Tensor] = {}
     scaled = layout not in ("bf16", "prefixed", "fp8")
@@ -82,7 +111,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Tensor], layout: str) ->
         stored["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     layers = {name.removesuffix(".weight"): FORMAT for name in weights if is_matrix(name, weights[name])}
     metadata = {"_quantization_metadata": json.dumps({"layers": layers})} if layout == "metadata" else None
-    prefix = PREFIX if layout in ("prefixed", "scale_weight", "params") else ""
+    prefix = prefix if layout in ("prefixed", "scale_weight", "params") else ""
     if prefix and layout == "prefixed":
         stored["vae.decoder.conv_in.weight"] = torch.zeros(1)  # of a whole checkpoint
     own = {name if name.startswith("vae.") else prefix + name: tensor for name, tensor in stored.items()}
