@@ -217,6 +217,7 @@ def test_controls_are_numbered_from_1_if_no_target_has_another_control() -> None
     Path("mine/control/Silk_1.png").unlink()
     content = read_content(Path("mine"), needs_control=True)
     assert [row.name for row in content.rows] == ["Dune", "Garden"]
+    assert content.problems[0].what == "the control control/Silk_1.png (or .jpg, …) is missing, found none"
     fill("control", "{}", names=("Dune",))  # then Garden_1 is no control of Garden
     content = read_content(Path("mine"), needs_control=True)
     assert [row.name for row in content.rows] == ["Dune"]

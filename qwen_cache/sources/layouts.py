@@ -74,8 +74,8 @@ class Layout:
     """True if the controls are beside the targets, as NAME-condlabel."""
     notices: tuple[Notice, ...] = ()
     """The reading that the files decided, and the options that decide otherwise."""
-    first_number: int = 0
-    """The number of the first control of a target, where they are numbered: NAME_0, or NAME_1."""
+    first_number: int | None = None
+    """The number of the first control of a target, NAME_0 or NAME_1; None where not all are numbered."""
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -210,15 +210,15 @@ def _with_masks(folder: Folder, layout: Layout) -> Layout:
     return replace(layout, mask=found[0], notices=(*layout.notices, notice))
 
 
-def _first_number(folder: Folder, layout: Layout) -> int:
-    """The number of the first control in a folder of numbered ones: 1 if no target has NAME or NAME_0 there."""
+def _first_number(folder: Folder, layout: Layout) -> int | None:
+    """The number of the first control in a folder where no target has a control called NAME: 1 if none has NAME_0."""
     if len(layout.controls) != 1:
-        return 0
+        return None
     targets, controls = _stems(folder, layout.target), _stems(folder, layout.controls[0])
     if not targets.isdisjoint(controls):
-        return 0
+        return None
     matches = [match for match in map(NUMBERED.fullmatch, controls) if match and match[1] in targets]
-    return int(any(int(match[2]) == 1 for match in matches) and not any(int(match[2]) == 0 for match in matches))
+    return next((first for first in (0, 1) if any(int(match[2]) == first for match in matches)), None)
 
 
 def _stems(folder: Folder, name: str) -> set[str]:

@@ -171,7 +171,7 @@ def _read_targets(
         files = _scan(folder, name)
         others[name] = files.others
         for stem, paths in files.images.items():
-            target, slot = _owner(stem, targets, layout.slot(name), files.images, layout.first_number)
+            target, slot = _owner(stem, targets, layout.slot(name), files.images, layout.first_number or 0)
             if target is None:
                 strays[name, stem] = paths
             else:
@@ -179,7 +179,8 @@ def _read_targets(
     out = {line.name for line in lines if line.name in targets}
     kept = {name: paths for name, paths in targets.items() if name not in out}
     common = None if near else _common_problem(folder, layout, kept, prompts, [owned[name] for name in kept], needs)
-    gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls))}
+    first = layout.first_number
+    gaps = {name: gap for name, slots in owned.items() if (gap := _gap(name, slots, layout.controls, first))}
     if layout.has_labels:
         gaps = {name: (layout.target, f"{name}-condlabel") for name, slots in owned.items() if 0 not in slots}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
@@ -378,14 +379,16 @@ def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     return ending[1], int(ending[2]) if ending[2] else MASK
 
 
-def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...]) -> Place | None:
-    """The first control that a target lacks."""
+def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...], first: int | None = None) -> Place | None:
+    """The first control that a target lacks; `first` is the number of the first one where all are numbered."""
     if len(controls) > 1:
         return next(((folder, name) for slot, folder in enumerate(controls) if slot not in slots), None)
     numbers = slots.keys() - {MASK}
     missing = min(set(range(len(numbers) + 1)) - numbers)
     if not controls or missing >= max(len(numbers), 1):
         return None
+    if first is not None:
+        return controls[0], f"{name}_{first + missing}"
     return controls[0], f"{name}_control_{missing}" if missing else name
 
 
