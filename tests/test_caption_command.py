@@ -128,7 +128,7 @@ def test_missing_prompts_become_text_files_beside_their_targets(
     result = caption(pairs)
     assert result.code == 0, result.stderr
     assert writer.asked == ["edit: 3 images", "edit: 2 images"]
-    assert f"2 captions written; read and correct them, then: qwen-cache build {pairs}" in result.stderr
+    assert f"2 captions written; read and correct them\nnext:\n  qwen-cache build {pairs}" in result.stderr
     assert (targets / "cat.txt").read_text() == "edit, caption 1\n"
     assert {path: path.read_bytes() for path in kept} == kept
     assert caption(pairs).code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from qwen_cache.models.family import FAMILIES
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import OTHER_NAMES, Config, known_keys, load_config
 
-from .support.commands import run
+from .support.commands import refused, run
 from .support.paths import ROOT
 
 
@@ -266,3 +267,13 @@ def test_config_shows_the_values_that_are_set() -> None:
 def test_other_names_are_those_of_settings() -> None:
     keys = {each.key for each in all_settings()}
     assert OTHER_NAMES.keys() <= keys
+
+
+def test_a_model_that_takes_fewer_images_than_the_samples_have_is_refused(tiny_model: Callable[[str], Path]) -> None:
+    """Here, not by the build."""
+    write_data({"a": 2})
+    for model in ("Qwen/Qwen-Image", "Qwen/Qwen-Image-Edit", str(tiny_model("edit"))):
+        result = run("qwen-cache", "init", "--model", model)
+        refused(result, "--model: ", "(found 2 control images per sample)", "Qwen/Qwen-Image-Edit-2509, or leave them")
+        assert not Path("qwen.yaml").exists()
+    assert run("qwen-cache", "init", "--model", "Qwen/Qwen-Image", "--set", "data.columns.control=[]").code == 0

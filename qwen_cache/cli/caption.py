@@ -13,23 +13,25 @@ from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.extras import require
 from qwen_cache.options import (
     CONFIG,
+    CONTROLS,
     JSON,
     MODEL,
     MODEL_PATH,
     ON_ERROR,
     OUTPUT,
     SET,
+    TARGETS,
     TEXT_DEVICE,
     TEXT_DTYPE,
     argument,
     command,
     flag,
+    given_controls,
     option,
     setting,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, counting, plural, print_json, print_problems
-from qwen_cache.text import plain, shell_line
+from qwen_cache.terminal import console, counting, plural, print_json, print_next, print_problems
 
 if TYPE_CHECKING:
     from qwen_cache.models.folder import ModelFolder
@@ -60,6 +62,8 @@ def caption(
     dtype: Given | None = TEXT_DTYPE,
     on_error: Given | None = ON_ERROR,
     text_device: Given | None = TEXT_DEVICE,
+    targets: Given | None = TARGETS,
+    controls: list[str] | None = CONTROLS,
     out: Path | None = option(OUTPUT, "The copy of a table, beside it.", "FILE", shown="NAME-captioned"),
     replace: bool = flag("--replace", OUTPUT, "Caption every sample, also over existing prompts."),
     dry_run: bool = flag("--dry-run", OUTPUT, "Count what is missing; write nothing."),
@@ -70,7 +74,9 @@ def caption(
     """Write missing prompts with a vision-language model, into files to correct before they are built."""
     from qwen_cache.settings.load import load_config
 
-    settings = load_config(config, set_, [model, captioner, dtype, on_error, text_device])
+    settings = load_config(
+        config, set_, [model, captioner, dtype, on_error, text_device, targets, given_controls(controls)]
+    )
     return _caption(settings, source or settings.data.source, out, replace=replace, dry_run=dry_run, as_json=json)
 
 
@@ -114,9 +120,9 @@ def _caption(config: Config, source: str, out: Path | None, *, replace: bool, dr
         )
     elif not dry_run:
         print_problems(failed, "the captions")
-        again = shell_line(["qwen-cache", "build", str(files.source)])
         done = plural(len(missing) - len(failed), "caption")
-        console().print(f"{done} written; read and correct them, then: {plain(again)}", markup=False)
+        console().print(f"{done} written; read and correct them", markup=False)
+        print_next(["qwen-cache", "build", str(files.source)])
     return 1 if failed else 0
 
 

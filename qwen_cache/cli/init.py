@@ -187,6 +187,8 @@ def init(
     surveys = [survey_source(each, known) for each in configs]
     survey = surveys[0] if len(surveys) == 1 else reduce(add, surveys)
     models, torch = fitting_models(survey.controls), probe_torch()
+    if config.model.path is not None:
+        _check_model(config.model.path, known, survey.controls, models)
     parts = _parts(theirs, configs, survey)
     entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch, parts)}
     if theirs is not None:
@@ -219,6 +221,21 @@ def init(
         console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
     print_next(*follow)
     return 0
+
+
+def _check_model(
+    name: str, folder: ModelFolder | None, controls: tuple[int, int], models: Sequence[tuple[str, Family]]
+) -> None:
+    """ConfigError for a model that takes fewer control images than the samples have."""
+    published = {each: it for family in FAMILIES for it in family.pipelines for each in it.models}
+    pipeline, (_, most) = folder.facts if folder else published.get(name), controls
+    if pipeline is not None and pipeline.max_controls is not None and most > pipeline.max_controls:
+        raise ConfigError(
+            f"{pipeline.name} takes {plural(pipeline.max_controls, 'control image')}",
+            where="--model",
+            found=f"{_controls(controls)} per sample",
+            do=f"name another model, such as {models[0][0]}, or leave them out with --set 'data.columns.control=[]'",
+        )
 
 
 # ---- another trainer's file ------------------------------------------------------------------------------------------

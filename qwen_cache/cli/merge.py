@@ -22,7 +22,7 @@ from qwen_cache.options import (
     setting,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, counting, human_bytes, plural, print_json
+from qwen_cache.terminal import console, counting, human_bytes, plural, print_json, print_next
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
@@ -130,4 +130,5 @@ def write_update(update: Update, write: Callable[[OnSample], Manifest], what: st
     )
     if {shard.name for shard in update.existing.manifest.shards} - {shard.name for shard in manifest.shards}:
         out.print("replaced shards are kept for runs that read them; `qwen-cache gc` removes them")
+    print_next(*(["qwen-train", command, str(update.folder)] for command in ("plan", "run")))
     return 0

@@ -14,6 +14,7 @@ import typer.main
 from qwen_cache.extras import require
 from qwen_cache.options import (
     CONFIG,
+    CONTROLS,
     DTYPE,
     INPUT,
     JSON,
@@ -21,11 +22,13 @@ from qwen_cache.options import (
     OUT_CACHE,
     OUTPUT,
     SET,
+    TARGETS,
     TEXT_DEVICE,
     TEXT_ENCODER,
     VAE_DEVICE,
     command,
     flag,
+    given_controls,
     setting,
 )
 from qwen_cache.settings.given import Given
@@ -50,6 +53,8 @@ def serve(
     listen: Given | None = setting("serve.listen", INPUT, "Where to listen.", "HOST:PORT"),
     token_file: Given | None = setting("serve.token_file", INPUT, TOKEN_FILE, "FILE"),
     source: Given | None = setting("serve.source", INPUT, SOURCE, "SOURCE"),
+    targets: Given | None = TARGETS,
+    controls: list[str] | None = CONTROLS,
     model: Given | None = MODEL_PATH,
     text_encoder: Given | None = TEXT_ENCODER,
     dtype: Given | None = DTYPE,
@@ -66,7 +71,7 @@ def serve(
 
     unstored = Given("--no-store", "serve.store", False) if no_store else None
     given = (listen, token_file, source, model, text_encoder, dtype, vae_device, text_device, out, unstored)
-    settings = load_config(config, set_, given)
+    settings = load_config(config, set_, [*given, targets, given_controls(controls)])
     require_serve()
     from qwen_cache.encode.preflight import check_devices, load_lanes
     from qwen_cache.service.app import log, token_for

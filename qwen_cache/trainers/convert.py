@@ -135,8 +135,6 @@ def prepare(
         raise ConfigError(f"--image-size and --captions are for qflux; {tool} stores both")
     if not source.is_dir():
         raise SourceError("no such folder", where=source, do="give the folder of the cache to import")
-    if tool == "musubi":
-        source = musubi.locate(source)
     if directory.is_same(source, destination(config.cache.path)):
         raise ConfigError("a cache cannot be imported into itself", where=source, do="choose another folder with --out")
     if tool == "musubi":

@@ -7,6 +7,7 @@ from pathlib import Path
 from qwen_cache.errors import ConfigError
 from qwen_cache.options import (
     CONFIG,
+    CONTROLS,
     DEVICES,
     GENERATE,
     JSON,
@@ -15,11 +16,13 @@ from qwen_cache.options import (
     OUTPUT,
     SAMPLING,
     SET,
+    TARGETS,
     TEXT_ENCODER,
     TRANSFORMER,
     VAE,
     command,
     flag,
+    given_controls,
     option,
     setting,
 )
@@ -114,6 +117,8 @@ def predict(
     prompt: list[str] | None = PROMPT,
     image: list[Path] | None = IMAGE,
     source: str | None = SOURCE,
+    targets: Given | None = TARGETS,
+    controls: list[str] | None = CONTROLS,
     from_cache: str | None = FROM_CACHE,
     key: list[str] | None = KEY,
     model: Given | None = MODEL_PATH,
@@ -151,7 +156,8 @@ def predict(
 
     sizes, guidance = (height, width, output_resolution), (negative_prompt, true_cfg_scale, guidance_scale)
     others = (num_inference_steps, sigmas, num_images_per_prompt, seed, max_sequence_length, offload)
-    settings = load_config(config, set_, [model, transformer, text_encoder, vae, *others, *guidance, *sizes])
+    columns = (targets, given_controls(controls))
+    settings = load_config(config, set_, [model, transformer, text_encoder, vae, *columns, *others, *guidance, *sizes])
     from qwen_train.inference.predict import PredictOptions, check_guidance, run_predict
     from qwen_train.lora.files import split_weight
     from qwen_train.run import cache_of_run, run_of
