@@ -190,9 +190,12 @@ def test_the_training_of_musubi_tuner() -> None:
     assert {"vae", "sdpa", "datasets[0].cache_directory"} <= left.keys()
     text = Path("qwen.yaml").read_text(encoding="utf-8")
     assert "  # train.toml: max_train_epochs = 4; an epoch has 3 steps.\n  max_steps: 12\n" in text
-    assert "    # the default of musubi-tuner's network_alpha.\n    lora_alpha: 1\n" in text
+    assert "    # The default of musubi-tuner's network_alpha.\n    lora_alpha: 1\n" in text
     Path("dit.safetensors").unlink()
-    config, facts = from_(Path("train.toml"))
+    config, _ = from_(Path("train.toml"), "--set", "train.batch_size=1", "--set", "train.checkpointing_steps=7")
+    assert (config.train.max_steps, config.train.checkpointing_steps) == (24, 7)
+    config, facts = from_(Path("train.toml"), "--set", "train.max_steps=100")
+    assert (config.train.max_steps, config.lr_scheduler.warmup_steps) == (100, 25)
     assert (config.model.transformer, "dit" in not_taken(facts)) == (None, True)
 
 
@@ -376,6 +379,11 @@ def test_simpletuner_pairs_edits_with_conditioning_data(
     assert "plan     3 samples" in plans[0]
     assert "3 of 3 samples without a control image" in plans[1]
     assert "estimate 3,072 image tokens" in plans[1]  # of 512²
+    automatic = {name: value for name, value in CONFIG.items() if name != "--flow_schedule_shift"}
+    write("config/config.json", json.dumps(automatic))
+    assert from_(Path("config/config.json"))[0].train.timestep_shift == 3
+    write("config/config.json", json.dumps({**CONFIG, "--flow_schedule_auto_shift": True}))
+    assert from_(Path("config/config.json"))[0].train.timestep_shift is None
     alone, _ = from_(Path("config/multidatabackend.json"))
     assert (alone.data, alone.model.path) == (data, MODEL)
 

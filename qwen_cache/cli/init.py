@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from qwen_cache.models.folder import ModelFolder
     from qwen_cache.settings.load import Config
     from qwen_cache.sources.detect import Readable, Row
-    from qwen_cache.trainers.settings.names import Reading
+    from qwen_cache.trainers.settings.names import Dataset, Reading, Taken
 
 HEADERS = 32
 """Images whose size is read, evenly spaced: enough for a median, and about a second from a server."""
@@ -192,11 +192,15 @@ def init(
     parts = _parts(theirs, configs, survey)
     entries = {key: (value, comment) for key, value, comment in chosen(config, survey, models, torch, parts)}
     if theirs is not None:
-        entries = _with_theirs(entries, theirs, surveys)
+        entries = _with_theirs(entries, theirs)
     if parts and "validation.prompts" in entries:
         validation = f"{parts[0].cache['path']}/validation"
         entries["validation.cache"] = validation, "The first build encodes the prompts, and the run finds them here."
-    entries |= {key: (value, "Given on the command line.") for key, value in _given(config, set_, given)}
+    typed = {key: (value, "Given on the command line.") for key, value in _given(config, set_, given)}
+    entries |= typed
+    if theirs is not None:
+        later = {key: each for key, each in theirs.later.items() if key not in typed}
+        entries |= dict(_steps(later, entries, theirs.datasets, surveys))
     defaults = Config().flat()
     text = settings_file((key, *entries[key]) for key in sorted(entries, key=list(defaults).index))
     about = _about([each.data.source for each in configs], survey)
@@ -217,7 +221,8 @@ def init(
         console().print("train.caches has a cache for each folder, with its number as the weight", markup=False)
     elif len(configs) > 1:
         console().print("train.caches has a cache for each data set, with its repeats as the weight", markup=False)
-    if survey.smaller and survey.controls[1] and "data.vae_image_size" in entries and theirs is None:
+    is_smaller = survey.smaller is not None and survey.smaller[1] in [comment for _, comment in entries.values()]
+    if survey.smaller and survey.controls[1] and is_smaller:
         console().print(f"warning: data.vae_image_size is {survey.smaller[1]}", markup=False)
     print_next(*follow)
     return 0
@@ -271,9 +276,7 @@ def _configs(theirs: Reading | None, assignments: Sequence[str] | None, given: S
     ]
 
 
-def _with_theirs(
-    entries: dict[str, tuple[Any, str]], theirs: Reading, surveys: Sequence[Survey]
-) -> dict[str, tuple[Any, str]]:
+def _with_theirs(entries: dict[str, tuple[Any, str]], theirs: Reading) -> dict[str, tuple[Any, str]]:
     """The entries with those of the file in place of what `init` suggests, each with its name there."""
     first = next(iter(theirs.datasets), None)
     taken = theirs.settings | (first.settings if first else {})
@@ -284,22 +287,24 @@ def _with_theirs(
         entries.pop("data.vae_image_size", None)
     if "img_mod.1" in found.get("train.lora.target_modules", ((), ""))[0]:
         entries.pop("train.tabulated_modulation", None)  # which is for a modulation that is not trained
-    entries = entries | found
-    return entries | dict(_steps(entries, theirs, surveys))
+    return entries | found
 
 
 def _steps(
-    entries: dict[str, tuple[Any, str]], theirs: Reading, surveys: Sequence[Survey]
+    later: dict[str, Taken],
+    entries: dict[str, tuple[Any, str]],
+    datasets: Sequence[Dataset],
+    surveys: Sequence[Survey],
 ) -> Iterator[tuple[str, tuple[int, str]]]:
     """The numbers of steps that the file gives in epochs, or as a part of all steps."""
     from qwen_cache.trainers.settings.names import Epochs
 
-    weights = [each.weight for each in theirs.datasets] or [1.0]
+    weights = [each.weight for each in datasets] or [1.0]
     samples = sum(each.samples * weight for each, weight in zip(surveys, weights, strict=True))
     of_a_step = [entries.get(f"train.{key}", (1, ""))[0] for key in ("batch_size", "gradient_accumulation_steps")]
     epoch = math.ceil(samples / math.prod(of_a_step))
     most = entries["train.max_steps"][0]
-    for key, each in sorted(theirs.later.items(), key=lambda item: item[0] != "train.max_steps"):
+    for key, each in sorted(later.items(), key=lambda item: item[0] != "train.max_steps"):
         if isinstance(each.value, Epochs):
             steps, why = max(1, round(each.value.count * epoch)), f"an epoch has {plural(epoch, 'step')}"
         else:

@@ -38,7 +38,7 @@ from qwen_cache.trainers.settings.names import (
 TITLE = "ai-toolkit"
 FILES = "YAML of a job (job, config.process)"
 ARCHITECTURES = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "qwen_image2", "qwen_image_2", "qwen_image21")
-TRAINERS = ("sd_trainer", "diffusion_trainer", "ui_trainer")
+PROCESSES = ("sd_trainer", "diffusion_trainer", "ui_trainer")
 TARGETS = [
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1", "txt_mod.1"),
@@ -229,9 +229,9 @@ def take(reading: Reading, value: Any, read: Callable[[Path], Any]) -> None:
         reading.leave("meta", value["meta"], "the LoRA's file says how it was trained")
     reading.take({}, {key: each for key, each in value["config"].items() if key not in ("name", "process")}, "config.")
     name, (process, *more) = str(value["config"].get("name", "")), value["config"]["process"] or [{}]
-    if (kind := process.get("type")) not in TRAINERS:
+    if (kind := process.get("type")) not in PROCESSES:
         what = "this job trains no LoRA from images"
-        raise ConfigError(what, where=reading.file, expected=", ".join(TRAINERS), found=kind)
+        raise ConfigError(what, where=reading.file, expected=", ".join(PROCESSES), found=kind)
     model = process.get("model") or {}
     architecture, path = str(model.get("arch", "")).partition(":")[0], str(model.get("name_or_path", ""))
     if architecture not in ARCHITECTURES and "qwen-image" not in path.lower():

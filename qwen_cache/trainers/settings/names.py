@@ -325,7 +325,7 @@ class Reading:
     def default(self, key: str, ours: Any, name: str) -> None:
         """Set what that trainer does if its file does not say, where we do something else."""
         if key not in self.settings and key not in self.later:
-            self.settings[key] = Taken(ours, f"the default of {self.trainer}'s {name}")
+            self.settings[key] = Taken(ours, f"The default of {self.trainer}'s {name}")
 
     def leave(self, name: str, value: Any, why: str) -> None:
         self.left.append(Left(name, value, why))

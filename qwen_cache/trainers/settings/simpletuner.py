@@ -153,7 +153,7 @@ TRAINING: Table = {
     **dict.fromkeys(("quantize_via", "quantize_activations"), "model.quantization says how"),
     "musubi_blocks_to_swap": To("train.offload_blocks", whole),
     "flow_schedule_shift": lambda value: {"train.timestep_shift": number(value)} if number(value) else {},
-    "flow_schedule_auto_shift": only(True, why="train.timestep_shift is fixed, or the model's own by default"),
+    "flow_schedule_auto_shift": lambda _: {},
     "flow_sigmoid_scale": To("train.logit_std", number),
     "flow_use_uniform_schedule": if_on({"train.timestep_sampling": "uniform"}),
     "caption_dropout_probability": To("train.caption_dropout", number),
@@ -230,10 +230,13 @@ def take(reading: Reading, value: Any, read: Callable[[Path], Any]) -> None:
         reading.set("train.ema_decay", number(0.995 if decay is None else decay), "use_ema, ema_decay", decay or 0.995)
     if not number(options.get("num_train_epochs", 1)) or number(options.get("max_train_steps", 0)):
         options.pop("num_train_epochs", None)
+    is_automatic = is_on(options.get("flow_schedule_auto_shift", False))
+    if is_automatic and "flow_schedule_shift" in options:
+        reading.leave("flow_schedule_shift", options.pop("flow_schedule_shift"), "flow_schedule_auto_shift counts")
     _take_prompts(reading, options, read)
     reading.take(TRAINING, options)
-    if "model_family" in options:
-        reading.default("train.caption_dropout", 0.0, "caption_dropout_probability")
+    if "flow_schedule_shift" not in options and not is_automatic:
+        reading.default("train.timestep_shift", 3.0, "flow_schedule_shift")
 
 
 def _take_prompts(reading: Reading, options: dict[str, Any], read: Callable[[Path], Any]) -> None:
