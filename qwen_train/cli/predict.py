@@ -7,7 +7,6 @@ from pathlib import Path
 from qwen_cache.errors import ConfigError
 from qwen_cache.options import (
     CONFIG,
-    CONTROLS,
     DEVICES,
     GENERATE,
     JSON,
@@ -16,7 +15,6 @@ from qwen_cache.options import (
     OUTPUT,
     SAMPLING,
     SET,
-    TARGETS,
     TEXT_ENCODER,
     TRANSFORMER,
     VAE,
@@ -37,6 +35,14 @@ SOURCE = option(
     "`qwen-cache build`, with or without targets.",
     "SOURCE",
 )
+TARGETS = setting(
+    "data.columns.target",
+    GENERATE,
+    "The folder, column or tar part of --source with the targets.",
+    "NAME",
+    name="--targets",
+)
+CONTROLS = option(GENERATE, "The same with the controls; repeat it for more.", "NAME")
 FROM_CACHE = option(
     GENERATE,
     "Generate samples of this cache, named by --key; loads no text encoder.",
