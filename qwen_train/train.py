@@ -25,7 +25,7 @@ from qwen_cache.terminal import console, progress
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, without
-from qwen_train.memory import memory_for_training
+from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
 from qwen_train.run import Launch, Signals, ToEncode

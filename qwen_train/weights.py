@@ -9,7 +9,6 @@ bfloat16, and the optimizer rounds updates at random. Full training of quantised
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,20 @@ from torch.utils.checkpoint import checkpoint
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.models.devices import full_float32, is_accelerator
 from qwen_cache.models.folder import ModelFolder, check_component, read_config
+from qwen_cache.models.hardware import Kind
 from qwen_cache.models.loading import explained
-from qwen_cache.models.quantization import Kind, check_quantization, quantize
-from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
+from qwen_cache.models.quantization import check_quantization, quantize
+from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.lora.adapter import add_lora, has_lora, load_lora, lora_weights, write_lora
 from qwen_train.lora.files import WEIGHTS_NAME
+from qwen_train.model.combinations import check_offload, check_tabulation
 from qwen_train.model.loading import (
     TabulatedTransformer2DModel,
-    check_settings,
     load_single_file,
     trained_class,
 )
 from qwen_train.model.placement import assign, full_tensor, replace_layers
-from qwen_train.model.placement import check_settings as check_offload
 
 CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
@@ -74,7 +73,7 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
     dtype = _stored_dtype(model) if as_stored else compute_dtype(settings)
     model_class = trained_class(saved, where)
     if settings.tabulated_modulation:
-        check_settings(settings, saved)
+        check_tabulation(settings, saved)
         model_class = TabulatedTransformer2DModel
     check_quantization(kind, "model.quantization", device)
     if model.transformer is None:
@@ -170,31 +169,9 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     return transformer.train()
 
 
-def with_layout(config: Config, device: torch.device, run: Path | None = None) -> Config:
-    """The configuration with a layout in place of "auto": that of the `run` to continue, else by the device."""
-    if config.train.layout != "auto":
-        return config
-    chosen = "packed" if is_accelerator(device) else "padded"
-    with suppress(ConfigError):
-        saved = load_saved(run / CONFIG_NAME).train.layout if run else "auto"
-        chosen = chosen if saved == "auto" else saved
-    return config.model_copy(update={"train": config.train.model_copy(update={"layout": chosen})})
-
-
 def compute_dtype(settings: TrainConfig) -> torch.dtype:
     """The dtype of matrix products."""
     return torch.bfloat16 if settings.mixed_precision == "bf16" else torch.float32
-
-
-def is_update_fused(config: Config, device: torch.device) -> bool:
-    """True if AdamW updates all weights in one kernel that needs no further memory, as it does on accelerators.
-
-    torch's own choice is a kernel for each operation, whose results take as much memory as the weights; and for the
-    weights of FSDP2 one for each operation and tensor. `optimizer.arguments` can choose these: `foreach`, `fused`.
-    """
-    chosen = {"foreach", "fused"} & config.optimizer.arguments.keys()
-    by_torch = config.optimizer.name == "adamw" and not config.train.stochastic_rounding
-    return by_torch and not chosen and is_accelerator(device)
 
 
 def recomputed_blocks(setting: str | int, layers: int) -> range:

@@ -103,12 +103,14 @@ def test_differences_of_systems_about_files_are_in_one_module() -> None:
 
 CUDA_ALONE = {
     "qwen_cache/models/devices.py": "the switches of TF32",
+    "qwen_cache/models/hardware.py": "what a build of torch supports, and the names of devices on other machines",
     "qwen_cache/models/quantization.py": "torch's 8-bit products",
     "qwen_cache/cli/doctor.py": "the driver's reason for refusing a device",
     "qwen_cache/encode/cluster.py": "Ray's GPUs, by the name that torch gives those of NVIDIA and AMD",
     "qwen_train/ui/train.py": "CUDA_VISIBLE_DEVICES, which AMD's runtime reads too",
     "qwen_train/model/kernels.py": "torch's variable-length flash attention, cuDNN's, and FlashAttention-3",
-    "qwen_train/memory.py": "an accelerator, whichever; a setting of CUDA's allocator",
+    "qwen_train/memory/prediction.py": "an accelerator, whichever",
+    "qwen_train/memory/exhausted.py": "a setting of CUDA's allocator",
 }
 
 

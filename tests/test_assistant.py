@@ -22,7 +22,8 @@ from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, TRAINED, lora_weights, tuned_layers, without
 from qwen_train.lora.files import WeightedLora, find_assistant, origin_of
 from qwen_train.lora.reader import read_lora
-from qwen_train.memory import SampleSize, block_bytes, predict_memory
+from qwen_train.memory.prediction import block_bytes, predict_memory
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.training.checkpoint import save_checkpoint, save_result
 from qwen_train.training.loss import predict_velocity
 

@@ -13,8 +13,9 @@ import torch
 
 from qwen_cache.encode import build as encode_build
 from qwen_cache.encode import preflight
-from qwen_cache.encode.memory import DeviceMemory, TextWork, text_lane, vae_lane
-from qwen_cache.models.devices import FRAGMENTATION, RESERVED, Placement, piece_sizes
+from qwen_cache.encode.components import DeviceMemory, TextWork
+from qwen_cache.encode.simulated import text_lane, vae_lane
+from qwen_cache.models.hardware import FRAGMENTATION, RESERVED, Placement, piece_sizes
 from qwen_cache.terminal import human_bytes
 
 from .support.caches import build, plan

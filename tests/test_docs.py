@@ -35,7 +35,8 @@ import qwen_train
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.memory import SampleSize, predict_memory, tokens_of
+from qwen_train.memory.prediction import predict_memory
+from qwen_train.memory.sizes import SampleSize, tokens_of
 
 from .support.browser import chromium, new_page
 from .support.commands import run

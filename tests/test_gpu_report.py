@@ -407,7 +407,7 @@ def test_flops_are_those_of_the_formula(module: Callable[[str], Any]) -> None:
     """For the 20B model: 24 D² per token and block forward, 4 N² D for attention, and as much for the gradient of the
     inputs. The modulation of one timestep, a LoRA of rank 16 and the layers around them come to a few per cent."""
     from qwen_cache.settings.load import load_config
-    from qwen_train.memory import SampleSize
+    from qwen_train.memory.sizes import SampleSize
 
     flops, models = module("flops"), module("models")
     blocks, width, image, text = 60, 24 * 128, 2 * 64 * 64, 352

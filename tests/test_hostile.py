@@ -359,7 +359,8 @@ def test_the_memory_plan_follows_no_code_that_a_configuration_names(
     name: str, tiny_model: Callable[[str], Path]
 ) -> None:
     """transformers would ask the hub for the kernel, and import it."""
-    from qwen_cache.encode.memory import TextWork, text_lane
+    from qwen_cache.encode.components import TextWork
+    from qwen_cache.encode.simulated import text_lane
 
     settings = json.loads((tiny_model("edit-plus") / "text_encoder" / "config.json").read_text(encoding="utf-8"))
     work = TextWork(((28, 28),), 5)

@@ -22,18 +22,10 @@ from qwen_cache.errors import ModelError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train import memory
 from qwen_train.inference.cached import generate_cached
-from qwen_train.memory import (
-    Memory,
-    SampleSize,
-    fewest_recomputed,
-    memory_by_blocks,
-    predict_memory,
-    spread,
-    step_time,
-    tokens_of,
-)
+from qwen_train.memory import pieces, step
+from qwen_train.memory.prediction import Memory, fewest_recomputed, memory_by_blocks, predict_memory, spread, step_time
+from qwen_train.memory.sizes import SampleSize, tokens_of
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training.validation import evaluating
@@ -90,6 +82,13 @@ def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSiz
 # ---- against the allocator -------------------------------------------------------------------------------------------
 
 Compare = Callable[..., Any]
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Measure again, as in a new process of a new user."""
+    monkeypatch.setattr(pieces, "_known", {})
+    monkeypatch.setattr(pieces, "_published", lambda: {"versions": {}, "entries": {}})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
 @pytest.fixture(scope="module")
@@ -191,12 +190,13 @@ def test_every_draw_adds_the_activations_of_a_target() -> None:
     assert three - two == pytest.approx(two - one, rel=0.1)
 
 
-def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
     settings = [[*SETTINGS[name], "train.layout=padded"] for name in ("no checkpointing", "in float32")]
+    monkeypatch.setattr(pieces, "is_linear", lambda *_: False)
     half, whole = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
-    monkeypatch.setattr(memory, "_predicted", {})
-    monkeypatch.setattr(memory.VarlenOnMeta, "_attend", memory.QwenImage21MultiResAttnProcessor._attend)
+    forget(monkeypatch, tmp_path)
+    monkeypatch.setattr(step.VarlenOnMeta, "_attend", step.QwenImage21MultiResAttnProcessor._attend)
     without, same = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     keys = sum(size.text_tokens + sum(h * w for _, h, w in size.img_shapes) for size in MIXED_21)
     assert half - without > SMALL_21["num_layers"] * 2 * (2 * 128 * keys)
@@ -228,7 +228,7 @@ def test_a_few_blocks_tell_of_all(monkeypatch: pytest.MonkeyPatch, of_21: bool, 
     for name in ("every second block", "no checkpointing", "as it is by default"):
         few = predicted(config, SETTINGS[name], batch, device)
         with monkeypatch.context() as patch:
-            patch.setattr("qwen_train.memory._names_blocks", lambda targets: True)
+            patch.setattr("qwen_train.memory.pieces.names_blocks", lambda targets: True)
             assert predicted(config, SETTINGS[name], batch, device) == few
 
 

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from qwen_cache.cli import doctor
-from qwen_cache.models.devices import ALIGNMENT, OffloadedBlocks, frozen_slots, piece_sizes
+from qwen_cache.models.devices import ALIGNMENT, OffloadedBlocks, frozen_slots
+from qwen_cache.models.hardware import piece_sizes
 from qwen_cache.settings.load import load_config
-from qwen_train.memory import host_bytes, predict_memory
+from qwen_train.memory.prediction import host_bytes, predict_memory
 from qwen_train.model import placement
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare

@@ -23,11 +23,13 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from qwen_cache import open_cache
-from qwen_cache.models.devices import FRAGMENTATION, RESERVED
 from qwen_cache.models.encoders import MODELS, text_encoder_type
+from qwen_cache.models.hardware import FRAGMENTATION, RESERVED
 from qwen_cache.settings.load import load_config
-from qwen_train.inference.memory import Components, memory_beside_training
-from qwen_train.memory import SampleSize, Workload, plan
+from qwen_train.inference.components import Components
+from qwen_train.inference.memory import generating, memory_beside_training
+from qwen_train.memory.plan import Workload, plan
+from qwen_train.memory.sizes import SampleSize
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.caches import SMALL_ONE_IMAGE
@@ -568,7 +570,7 @@ def test_what_an_image_needs(variant: str, folder: Path, tiny_model: Callable[[s
         part: json.loads((model / part / "config.json").read_text(encoding="utf-8"))
         for part in ("vae", "text_encoder", "transformer")
     }
-    predicted = Components(configs, SampleSize(((1, 24, 24),), 20), None).generating()
+    predicted = generating(Components(configs, SampleSize(((1, 24, 24),), 20), None))
     jobs = {}
     for offload in predicted:
         out = folder / "large images" / f"{variant} {offload}.png"

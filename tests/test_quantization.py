@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 from qwen_cache.models import quantization
+from qwen_cache.models.hardware import Kind
 from qwen_cache.models.quantization import (
     PRODUCTS,
-    Kind,
     QuantizedLinear,
     _product,
     group_size,

@@ -15,9 +15,9 @@ from qwen_cache.encode.text import EncodedText, TextEncoder, TextRequest
 from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.experimental.masks import encoder_of
 from qwen_cache.models import quantization
-from qwen_cache.models.devices import Placement
 from qwen_cache.models.folder import ENCODER_PARTS, open_model
-from qwen_cache.models.quantization import Kind, Nf4Linear, QuantizedLinear, check_quantization, quantize
+from qwen_cache.models.hardware import Kind, Placement
+from qwen_cache.models.quantization import Nf4Linear, QuantizedLinear, check_quantization, quantize
 from qwen_cache.settings.load import load_config
 from qwen_train.data.samples import open_mixture
 

@@ -37,7 +37,7 @@ from qwen_cache.models.single_file import (
     open_single_file,
 )
 from qwen_cache.settings.load import load_config
-from qwen_train.memory import frozen_bytes, on_meta
+from qwen_train.memory.step import frozen_bytes, on_meta
 from qwen_train.model.loading import load_single_file, trained_class
 from qwen_train.model.placement import UnpackedLinear, replace_layers
 from qwen_train.weights import load_transformer

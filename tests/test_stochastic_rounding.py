@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
-from qwen_train.memory import predict_memory
+from qwen_train.memory.prediction import predict_memory
 from qwen_train.training.optimizers import make_optimizer
 from qwen_train.training.start import check_optimizer
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from qwen_cache.encode.text import TextEncoder, TextRequest
-from qwen_cache.models.devices import ALIGNMENT, HostEmbedding, Kind, OffloadedBlocks, Placement
+from qwen_cache.models.devices import ALIGNMENT, HostEmbedding, OffloadedBlocks
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, open_model
+from qwen_cache.models.hardware import Kind, Placement
 
 from .support.caches import build
 from .support.marks import slow

@@ -41,7 +41,8 @@ from qwen_cache.storage.remembered import write_checksums
 from qwen_cache.terminal import human_bytes
 from qwen_train import train as training
 from qwen_train.data.batches import Batches
-from qwen_train.memory import largest_batch, predict_memory
+from qwen_train.memory.plan import largest_batch
+from qwen_train.memory.prediction import predict_memory
 from qwen_train.run import Launch, ToEncode
 from qwen_train.training import checkpoint
 from qwen_train.training.start import Start

@@ -11,11 +11,11 @@ from qwen_cache.errors import DeviceError
 from qwen_cache.settings.load import load_config
 from qwen_cache.terminal import plural
 from qwen_train import train as training
-from qwen_train.memory import memory_for_training
+from qwen_train.memory.exhausted import memory_for_training
+from qwen_train.model.combinations import with_layout
 from qwen_train.model.kernels import SAMPLES_PER_LENGTH
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
-from qwen_train.weights import with_layout
 
 from .support.commands import refused
 from .support.runs import Trainer

@@ -23,7 +23,8 @@ from torch.profiler import ProfilerActivity, profile
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family, family_of_transformer
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch, TokenPlaces, in_order
-from qwen_train.memory import Memory, SampleSize, predict_memory
+from qwen_train.memory.prediction import Memory, predict_memory
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.loading import trained_class
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer

@@ -23,10 +23,11 @@ import torch
 from bench_memory import random_batch, transformer_config
 from torch import Tensor, nn
 
-from qwen_cache.models.quantization import Kind, quantize
+from qwen_cache.models.hardware import Kind
+from qwen_cache.models.quantization import quantize
 from qwen_cache.options import quiet_libraries
 from qwen_cache.settings.load import load_config
-from qwen_train.memory import SampleSize
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training.loss import compute_loss
 from qwen_train.weights import prepare_for_training, quantize_blocks, trainable

@@ -174,8 +174,10 @@ def run_build(
     from qwen_cache.encode.builder import Encoders
     from qwen_cache.encode.cluster import on_cluster
     from qwen_cache.encode.validation import prepare_with_validation
+    from qwen_cache.format.arrow import convert_without_pandas
     from qwen_cache.format.manifest import MANIFEST_NAME
 
+    convert_without_pandas()
     _check_options(ray=ray, dry_run=dry_run, check=check, measure=measure)
     if repair and replace_recipe:
         raise ConfigError("--repair keeps the recipe, and --replace replaces it", do="give only one of them")

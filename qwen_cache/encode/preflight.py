@@ -12,12 +12,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.encode.builder import BuildJob, disk_bytes, free_bytes
+from qwen_cache.encode.components import Component, DeviceMemory, TextWork
+from qwen_cache.encode.memory import text_memory, vae_memory
 from qwen_cache.encode.plan import RECIPE, BuildPlan, PlannedSample
 from qwen_cache.encode.recipe import recipe_changes
 from qwen_cache.errors import ConfigError, DeviceError, QwenCacheError, SourceError
 from qwen_cache.format.update import Existing, Update
 from qwen_cache.models.family import estimate_tokens
 from qwen_cache.models.folder import ModelFolder, read_config
+from qwen_cache.models.hardware import (
+    Placement,
+    choose_names,
+    device_memory,
+    device_names,
+    is_accelerator_name,
+    is_device_name,
+)
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import CacheConfig
 from qwen_cache.sources.detect import advice
@@ -29,14 +39,12 @@ from qwen_cache.text import plain, shell_line
 
 if TYPE_CHECKING:
     from qwen_cache.encode.lanes import Lanes
-    from qwen_cache.encode.memory import DeviceMemory, TextWork
-    from qwen_cache.models.devices import Placement
 
 # ---- device plan -----------------------------------------------------------------------------------------------------
 # The plan of a build for memory: what each of its devices needs, what it has, and which settings need less.
 #
-# A device that this machine does not have is planned for too, when it is named. Imports torch when it is asked, never
-# before.
+# A device that this machine does not have is planned for too, when it is named. Imports torch only for what is not
+# remembered.
 
 ENCODERS = {"vae": "VAE", "text_encoder": "text encoder"}
 NEEDED = ("torch", "diffusers", "transformers")
@@ -112,9 +120,7 @@ def memory_lines(devices: Sequence[DevicePlan]) -> list[str]:
 
 def has_accelerator() -> bool:
     """True if this machine has one."""
-    from qwen_cache.models.devices import accelerator
-
-    return accelerator() is not None
+    return len(device_names()) > 1
 
 
 def plan_devices(job: BuildJob, samples: Sequence[PlannedSample]) -> list[DevicePlan] | None:
@@ -129,8 +135,6 @@ def plan_devices(job: BuildJob, samples: Sequence[PlannedSample]) -> list[Device
 
 def _longest(job: BuildJob, samples: Sequence[PlannedSample]) -> TextWork:
     """The prompt with the most tokens, those of its images included."""
-    from qwen_cache.encode.memory import TextWork
-
     family = job.model.family
     longest = max(samples, key=lambda s: estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[0])
     controls = longest.sizes[1:]
@@ -142,26 +146,23 @@ def _longest(job: BuildJob, samples: Sequence[PlannedSample]) -> TextWork:
 
 
 def _planned(job: BuildJob, cache: CacheConfig, image: Size | None, work: TextWork) -> list[DevicePlan]:
-    from qwen_cache.encode.memory import Component, DeviceMemory, text_lane, vae_lane
-    from qwen_cache.models.devices import is_accelerator, torch_dtype
-
-    placement, dtype = _placement(job.model, cache), torch_dtype(cache.dtype)
+    placement = _placement(job.model, cache)
     configs = {name: read_config(job.model.component(name) / "config.json") for name in ("vae", "text_encoder")}
     if (file := job.model.text_encoder_file) is not None:
         configs["text_encoder"] = file.config(configs["text_encoder"])
     vae, text = (json.dumps(config, sort_keys=True) for config in configs.values())
     encoders: dict[str, dict[str, Component]] = defaultdict(dict)
     for device in _devices(cache.vae_device, "--vae-device", preferred=0):
-        encoders[str(device)]["vae"] = vae_lane(vae, image, dtype)
+        encoders[device]["vae"] = vae_memory(vae, image, cache.dtype)
     for device in _devices(cache.text_device, "--text-device", preferred=1):
         partial = placement.is_partial(device)
-        encoders[str(device)]["text_encoder"] = text_lane(text, work, dtype, placement, partial=partial)
+        encoders[device]["text_encoder"] = text_memory(text, work, cache.dtype, placement, partial=partial)
     return [
         DevicePlan(
             name,
-            DeviceMemory(each, is_accelerator(_device(name))),
+            DeviceMemory(each, is_accelerator_name(name)),
             _capacity(name),
-            ignores_offload=placement.offload and "text_encoder" in each and not is_accelerator(_device(name)),
+            ignores_offload=placement.offload and "text_encoder" in each and not is_accelerator_name(name),
         )
         for name, each in encoders.items()
     ]
@@ -183,40 +184,25 @@ def _with_savings(planned: DevicePlan, job: BuildJob, image: Size | None, work: 
 
 def _placement(model: ModelFolder, cache: CacheConfig) -> Placement:
     """The placement of the text encoder's weights."""
-    from qwen_cache.models.devices import Placement
-
     file = model.text_encoder_file
     is_quantised = file is not None and file.quantization is not None
     return Placement(cache.text_quantization, cache.text_offload, is_quantised)
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    return torch.device(name)
-
-
-def _devices(names: str, option: str, preferred: int) -> list[Any]:
+def _devices(names: str, option: str, preferred: int) -> list[str]:
     """The devices that the build would choose here; those that this machine lacks as they are named."""
-    from qwen_cache.models.devices import choose_devices
-
     try:
-        return choose_devices(names, option, preferred)
+        return choose_names(names, option, preferred)
     except DeviceError:
-        try:
-            return [_device(name.strip()) for name in names.split(",")]
-        except RuntimeError:
-            raise DeviceError(f"{option}: no device has this name", found=names) from None
+        named = [name.strip() for name in names.split(",")]
+        if all(map(is_device_name, named)):
+            return named
+        raise DeviceError(f"{option}: no device has this name", found=names) from None
 
 
 def _capacity(name: str) -> int | None:
     """The memory of a device of this machine, if torch can say it."""
-    from qwen_cache.models.devices import available_devices, device_module, reports_memory
-
-    device = _device(name)
-    if name not in available_devices() or not reports_memory(device):
-        return None
-    return int(device_module(device).mem_get_info(device)[1])
+    return device_memory(name)
 
 
 # ---- obstacles -------------------------------------------------------------------------------------------------------
@@ -336,11 +322,8 @@ def check_devices(config: Config) -> None:
     for; ConfigError if a package for them is missing. Before anything is read."""
     devices = {"--vae-device": config.cache.vae_device, "--text-device": config.cache.text_device}
     named = {option: name for option, name in devices.items() if name != "auto"}
-    if named:
-        from qwen_cache.models.devices import choose_devices
-
-        for option, name in named.items():
-            choose_devices(name, option)
+    for option, name in named.items():
+        choose_names(name, option)
     if (quantization := config.cache.text_quantization) != "none":
         from qwen_cache.models.devices import SETTING, choose_devices
         from qwen_cache.models.quantization import check_quantization

@@ -22,6 +22,7 @@ from qwen_cache.format.sample import PIXELS_PER_TOKEN, SampleMeta
 from qwen_cache.format.update import Existing
 from qwen_cache.models.family import QWEN_IMAGE
 from qwen_cache.models.folder import ENCODERS, ModelFolder, encoder_fingerprint, vae_encoder_fingerprint
+from qwen_cache.models.hardware import device_names
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import (
     CONFIG_NAME,
@@ -255,9 +256,7 @@ def _encodes_on_cpu(text_device: str, *, here: bool) -> bool:
     names = {name.strip() for name in text_device.split(",")}
     if "cpu" in names or "auto" not in names or not here or find_spec("torch") is None:
         return "cpu" in names
-    from qwen_cache.models.devices import accelerator
-
-    return accelerator() is None
+    return device_names() == ["cpu"]
 
 
 def vae_encoders(model: ModelFolder, recipe: dict[str, Any]) -> dict[str, str]:

@@ -33,10 +33,11 @@ from transformers import DynamicCache
 from qwen_cache.errors import ModelError, SourceError
 from qwen_cache.experimental.attention import AttentionRows, ImageTokens, attention_rows, image_tokens
 from qwen_cache.format.identity import Phrase
-from qwen_cache.models.devices import WHOLE, Placement, has_streams, is_accelerator, join_on_device, place, to_device
+from qwen_cache.models.devices import has_streams, is_accelerator, join_on_device, place, to_device
 from qwen_cache.models.encoders import batch_windows, load_processor, load_text_encoder, load_tokenizer
 from qwen_cache.models.family import VISION_END, Template, pixel_token, pixel_token_told
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.hardware import WHOLE, Placement
 from qwen_cache.models.quantization import check_quantization
 from qwen_cache.sources.captions import token_positions
 from qwen_cache.sources.rows import MAX_TEXT, text_exceeded

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, transform_subclass
 from torch.utils._pytree import tree_leaves
 
-from qwen_cache.errors import DeviceError
-from qwen_cache.models.quantization import Kind, quantize
+from qwen_cache.models.hardware import ON_DEVICE, WHOLE, Placement, choose_name, piece_sizes
+from qwen_cache.models.quantization import quantize
 
 # ---- devices ---------------------------------------------------------------------------------------------------------
 # Devices and dtypes by the names that users give, and what a device can do.
@@ -30,33 +30,14 @@ from qwen_cache.models.quantization import Kind, quantize
 # path. Importing changes no setting of torch; a model in float32 does (`full_float32`).
 
 
-def available_devices() -> list[str]:
-    """The names of all devices of this machine."""
-    if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]  # there is one
-        return [f"{kind}:{i}" for i in range(torch.accelerator.device_count())] + ["cpu"]
-    return ["cpu"]
-
-
 def choose_devices(names: str, option: str, preferred: int = 0) -> list[torch.device]:
     """The devices in `names`, separated by commas; DeviceError names `option`."""
     return [choose_device(name.strip(), option, preferred) for name in names.split(",")]
 
 
 def choose_device(name: str, option: str, preferred: int = 0) -> torch.device:
-    """The device `name`; `auto` is accelerator number `preferred`, else the last accelerator, else the CPU.
-
-    DeviceError, with the name of the option, if this machine does not have it.
-    """
-    devices = available_devices()
-    if name == "auto":
-        accelerators = devices[:-1]
-        return torch.device(accelerators[min(preferred, len(accelerators) - 1)] if accelerators else "cpu")
-    if name in devices:
-        return torch.device(name)
-    if f"{name}:0" in devices:
-        return torch.device(f"{name}:0")
-    raise DeviceError(f"{option}: no such device on this machine", expected=" or ".join(devices), found=name)
+    """`choose_name` as torch's device."""
+    return torch.device(choose_name(name, option, preferred))
 
 
 def accelerator() -> torch.device | None:
@@ -157,8 +138,6 @@ def torch_dtype(name: str) -> torch.dtype:
 # one on its own stream. The host's memory is pinned, so that copies are asynchronous. Weights that are trained stay on
 # the device. Results are the same.
 
-ON_DEVICE = 2
-"""The number of offloaded blocks that the device has memory for."""
 ALIGNMENT = 256  # bytes; as CUDA's allocator aligns tensors at least, so that kernels load them as vectors
 ParameterSlot = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters."""
@@ -282,17 +261,6 @@ class HostBlock:
             begin = end
 
 
-def piece_sizes(size: int) -> list[int]:
-    """Powers of two, the largest first, that sum to `size` bytes or at most a 64th more.
-
-    torch rounds every pinned allocation up to a power of two, and all blocks in one piece would be up to twice as
-    large (ATen/core/CachingHostAllocator.h).
-    """
-    unit = 1 << max(0, size.bit_length() - 7)
-    units = -(-size // unit)
-    return [unit << bit for bit in reversed(range(units.bit_length())) if units >> bit & 1]
-
-
 def inner_tensors(weight: Tensor) -> list[Tensor]:
     """The plain tensors of which a quantised weight is made; of another weight, itself."""
     tensors: list[Tensor] = []
@@ -386,23 +354,6 @@ class OffloadedBlocks:
 SETTING = "cache.text_quantization"
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The settings `cache.text_quantization` and `cache.text_offload`, and whether a file is quantised already."""
-
-    quantization: Kind = "none"
-    offload: bool = False
-    loaded_quantised: bool = False
-
-    def is_partial(self, device: torch.device) -> bool:
-        """True if some weights wait in host memory."""
-        return is_accelerator(device) and (self.offload or self.loaded_quantised or self.quantization != "none")
-
-
-WHOLE = Placement()
-"""All weights as they were loaded, on one device."""
-
-
 def place(model: Any, device: torch.device, placement: Placement = WHOLE) -> Any:
     """Move a loaded Qwen2.5-VL or Qwen3-VL, without its `lm_head`, to its device, in place."""
     layers = _quantized_layers(model, device, placement)
@@ -449,14 +400,6 @@ class HostEmbedding(nn.Embedding):
 #
 # Attention counts as a kernel that keeps no logits, which every device chooses for these sizes. What a device needs for
 # itself is estimated.
-
-RESERVED = 800_000_000  # CUDA context and libraries: 0.4 to 0.8 GB as published for recent GPUs
-FRAGMENTATION = 0.03  # of the rest is unusable in the caching allocator; a conservative guess
-
-
-def with_reserve(size: int) -> int:
-    """`size` bytes with the device's own memory."""
-    return RESERVED + int((1 + FRAGMENTATION) * size)
 
 
 def bytes_of(module: nn.Module) -> int:

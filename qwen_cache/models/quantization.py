@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from qwen_cache.errors import ConfigError, DeviceError
 from qwen_cache.extras import install_command
+from qwen_cache.models.hardware import Kind
 from qwen_cache.models.single_file import CONVROT_GROUPS
 
 # ---- kinds -----------------------------------------------------------------------------------------------------------
 
 
-Kind = Literal["none", "int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"]
 EIGHT_BITS = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,

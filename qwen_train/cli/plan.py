@@ -41,6 +41,7 @@ def plan(
     set_: list[str] | None = SET,
 ) -> int:
     """Predict the memory of training by part, and whether it fits. Loads no weights."""
+    from qwen_cache.format.arrow import convert_without_pandas
     from qwen_cache.models.folder import check_name, find_here, open_model
     from qwen_cache.settings.load import load_config
     from qwen_train.data.samples import Planned, check_encoders, open_samples, with_model_of_caches
@@ -50,6 +51,7 @@ def plan(
         cache = replace(cache, value=of_run)
     settings = load_config(config, set_, [model, transformer, text_encoder, *only_cache(cache)])
     require("torch")
+    convert_without_pandas()
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)
@@ -59,8 +61,8 @@ def plan(
     if here := find_here(name, (), settings.model.revision):
         opened = replace(open_model(str(here), ()), name=name, text_encoder=settings.model.text_encoder)
         check_encoders(samples, opened, read=False)
-    from qwen_train import memory
     from qwen_train.inference.memory import memory_beside_training
+    from qwen_train.memory import plan as memory
 
     workload = memory.Workload.of(settings, samples)
     report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
@@ -85,7 +87,7 @@ def print_plan(report: dict[str, Any]) -> None:
     """Print the report as text on stdout."""
     from rich.table import Table
 
-    from qwen_train.memory import PARTS
+    from qwen_train.memory.prediction import PARTS
 
     out, table = results(soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()

@@ -90,9 +90,11 @@ def run(
     if encode_on_the_fly and encode_at is not None:
         raise ConfigError("--encode-on-the-fly and --encode-at exclude each other", do="leave one of them out")
     require("torch")
+    from qwen_cache.format.arrow import convert_without_pandas
     from qwen_train.run import Launch, ToEncode, only_cache, run_settings, silence_others
     from qwen_train.training.start import starting
 
+    convert_without_pandas()
     encodes = encode_on_the_fly or encode_at is not None
     source = Given("CACHE", "data.source", cache.value) if encodes and cache else None
     named = [source] if encodes else only_cache(cache)

@@ -20,7 +20,7 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import content_hash
 from qwen_cache.models.devices import torch_dtype
 from qwen_cache.models.folder import ModelFolder
-from qwen_cache.models.quantization import Kind
+from qwen_cache.models.hardware import Kind
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.detect import Readable
 from qwen_cache.sources.places import File

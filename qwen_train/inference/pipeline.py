@@ -34,8 +34,9 @@ from qwen_cache.errors import ConfigError, DeviceError, SourceError, TrainError,
 from qwen_cache.models.devices import choose_device, is_accelerator, torch_dtype
 from qwen_cache.models.family import Family, PipelineName
 from qwen_cache.models.folder import ModelFolder, check_component
+from qwen_cache.models.hardware import Kind
 from qwen_cache.models.loading import from_config, load_whole
-from qwen_cache.models.quantization import Kind, check_quantization
+from qwen_cache.models.quantization import check_quantization
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions
@@ -45,7 +46,8 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.export import add_to_weights, attach, check_fit
 from qwen_train.lora.files import LORA, OFT, AdapterType, WeightedLora, check_base, origin_of, type_of_names
 from qwen_train.lora.reader import read_lora
-from qwen_train.model.loading import TabulatedTransformer2DModel, check_model, stock_class, tabulate
+from qwen_train.model.combinations import check_model
+from qwen_train.model.loading import TabulatedTransformer2DModel, stock_class, tabulate
 from qwen_train.weights import folder_options, load_file, quantize_blocks
 
 # ---- devices ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -15,11 +14,10 @@ import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.loading import from_config
 from qwen_cache.models.quantization import is_quantized
@@ -32,13 +30,13 @@ from qwen_train.lora.files import (
     PATTERNS,
     PREFIX,
     WeightedLora,
-    find_assistant,
     find_start,
     type_of,
 )
 from qwen_train.lora.names import DOWN, UP, alpha_of, by_module, rank_of
 from qwen_train.lora.reader import Lora, ranks_and_alphas, read_lora, settings_of
-from qwen_train.model.loading import EMBEDDER, OFF, columns, trained_class
+from qwen_train.model.combinations import EMBEDDER, NO_TABLE, columns
+from qwen_train.model.loading import trained_class
 from qwen_train.model.placement import assign
 
 # ---- adapter ---------------------------------------------------------------------------------------------------------
@@ -239,7 +237,7 @@ def read_assistant(source: WeightedLora, settings: TrainConfig, folder: Path) ->
             "train.tabulated_modulation has a table of the base alone, and train.assistant_lora changes it",
             where=source.file,
             found=inside[0],
-            do=OFF,
+            do=NO_TABLE,
         )
     _check_fit(lora, config, source.file)
     return Lora(
@@ -305,19 +303,3 @@ def without(transformer: Any, adapter: str) -> Iterator[None]:
 def tuned_layers(transformer: Any) -> list[BaseTunerLayer]:
     """The layers that have an adapter."""
     return [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]
-
-
-def assistant_bytes(settings: TrainConfig, dtype: torch.dtype, modules: str = "") -> int:
-    """The bytes of `train.assistant_lora` in `dtype`, by the header of its file; 0 without one.
-
-    Of the modules with `modules` in their names.
-    """
-    if (source := find_assistant(settings)) is None:
-        return 0
-    try:
-        with safe_open(source.file, framework="pt") as file:
-            names = [name for name in file.keys() if modules in name]  # noqa: SIM118 (no dict)
-            values = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    except (SafetensorError, OSError) as error:
-        raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=source.file) from None
-    return int(values * dtype.itemsize)

@@ -63,7 +63,8 @@ from qwen_train.lora.names import (
     scaled_lokr,
 )
 from qwen_train.lora.reader import Lora, joined, ranks_and_alphas, read_lora
-from qwen_train.model.loading import STOCK_CLASSES, load_single_file, stock_class
+from qwen_train.model.combinations import STOCK_CLASSES
+from qwen_train.model.loading import load_single_file, stock_class
 from qwen_train.run import run_of
 
 Form = Literal["diffusers", "comfyui", "peft", "merged"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
 from qwen_cache.settings.load import Config
@@ -227,6 +227,22 @@ def find_assistant(settings: TrainConfig) -> WeightedLora | None:
             do="name the file of a LoRA, the output folder of a run, or owner/repository/file on the hub",
         )
     return WeightedLora(file, weight)
+
+
+def assistant_bytes(settings: TrainConfig, itemsize: int, modules: str = "") -> int:
+    """The bytes of `train.assistant_lora`, by the header of its file, each value in `itemsize`; 0 without one.
+
+    Of the modules with `modules` in their names.
+    """
+    if (source := find_assistant(settings)) is None:
+        return 0
+    try:
+        with safe_open(source.file, framework="np") as file:
+            names = [name for name in file.keys() if modules in name]  # noqa: SIM118 (no dict)
+            values = sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    except (SafetensorError, OSError) as error:
+        raise TrainError(f"this is not a LoRA file: {first_line(error)}", where=source.file) from None
+    return int(values * itemsize)
 
 
 def _download(repository: str, file: str) -> Path:

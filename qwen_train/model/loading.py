@@ -6,7 +6,6 @@ import functools
 import mmap
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,19 +22,18 @@ from jaxtyping import BFloat16
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from qwen_cache.errors import ConfigError, ModelError, TrainError, first_line
+from qwen_cache.errors import ModelError, TrainError, first_line
 from qwen_cache.models.devices import to_device
-from qwen_cache.models.family import FAMILIES, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, read_config, shards_of
 from qwen_cache.models.loading import from_config
 from qwen_cache.models.quantization import QuantizedLinear
 from qwen_cache.models.single_file import INT8, SingleFile
 from qwen_cache.models.stored import check_shapes, map_file, packed, row_scales, stored, unpacked
-from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import allocate, cache_home, sync, whole_file
 from qwen_cache.storage.remembered import remembered
 from qwen_cache.terminal import console
 from qwen_train.flow import NoiseSchedule
+from qwen_train.model.combinations import EMBEDDER, NO_TABLE, class_name, columns
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 
@@ -50,21 +48,10 @@ from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 # which has too many timesteps; a LoRA on these layers; folders saved quantised; unknown timesteps.
 
 VERSION = 1  # increase it with every change that affects a row
-EMBEDDER = tuple(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2))
-OFF = "set train.tabulated_modulation=false"
 DIGEST = 16  # bytes of xxh3-128
 
 
 # ---- what is tabulated -----------------------------------------------------------------------------------------------
-
-
-def columns(config: Mapping[str, Any]) -> dict[str, slice]:
-    """The linear layers whose outputs form a row, in order, each with its columns."""
-    width = config["num_attention_heads"] * config["attention_head_dim"]
-    layers = [f"transformer_blocks.{i}.{kind}_mod.1" for i in range(config["num_layers"]) for kind in ("img", "txt")]
-    parts = {name: slice(6 * width * i, 6 * width * (i + 1)) for i, name in enumerate(layers)}
-    end = 6 * width * len(layers)
-    return {**parts, "norm_out.linear": slice(end, end + 2 * width)}
 
 
 def timesteps_from(lowest: float) -> BFloat16[Tensor, " T"]:
@@ -72,52 +59,6 @@ def timesteps_from(lowest: float) -> BFloat16[Tensor, " T"]:
     up_to_one = torch.arange(0x3F80 + 1, dtype=torch.int16).view(torch.bfloat16)
     rounded = torch.tensor(lowest, dtype=torch.float32).bfloat16()
     return up_to_one[(up_to_one >= rounded) | (up_to_one == 0)]
-
-
-def check_settings(settings: TrainConfig, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError or ModelError if a table cannot serve these settings and this config.json."""
-    if settings.method == "full":
-        raise ConfigError("train.tabulated_modulation is for frozen weights", found="train.method=full", do=OFF)
-    if settings.mixed_precision != "bf16":
-        raise ConfigError(
-            "train.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table",
-            found=f"train.mixed_precision={settings.mixed_precision}",
-            do=f"set train.mixed_precision=bf16, or {OFF}",
-        )
-    check_model(config)
-    targets = settings.lora.target_modules
-    if trained := [name for name in (*columns(config), *EMBEDDER) if _targeted(name, targets)]:
-        raise ConfigError(
-            "train.tabulated_modulation is for frozen weights, and the LoRA trains some of them",
-            where="train.lora.target_modules",
-            found=trained[0],
-            do=f"name other modules, or {OFF}",
-        )
-
-
-def check_model(config: Mapping[str, Any]) -> None:
-    """Raise ModelError if no table can be computed for a transformer with this config.json."""
-    if config.get("_class_name") == QWEN_IMAGE_21.transformer:
-        raise ModelError(
-            f"{QWEN_IMAGE_21.name} has one modulation for all blocks, so a table would save nothing",
-            do="set tabulated_modulation=false",
-        )
-    saved = config.get("quantization_config")
-    if saved is not None and "bytes_per_weight" not in saved:  # of a folder
-        do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
-        raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)
-    if config.get("use_additional_t_cond"):
-        do = "set tabulated_modulation=false"
-        raise ModelError("this transformer's modulation depends on more than the timestep", do=do)
-
-
-def _targeted(name: str, targets: list[str] | str) -> bool:
-    """True if peft would target this layer; peft itself refuses an invalid regular expression."""
-    if not isinstance(targets, str):
-        return any(name == target or name.endswith(f".{target}") for target in targets)
-    with suppress(re.error):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    return False
 
 
 # ---- the table on disk -----------------------------------------------------------------------------------------------
@@ -197,7 +138,7 @@ def open_table(checkpoint: Checkpoint, fingerprint: str, config: Mapping[str, An
             path.parent.mkdir(parents=True, exist_ok=True)
             _make(path, checkpoint, columns(config), timesteps)
         except OSError as error:
-            do = f"free disk space, or set XDG_CACHE_HOME to another folder; or {OFF}"
+            do = f"free disk space, or set XDG_CACHE_HOME to another folder; or {NO_TABLE}"
             raise TrainError("the table cannot be written", where=path, found=error.strerror, do=do) from None
     return Table(np.load(path, mmap_mode="r"), {value: i for i, value in enumerate(bits)})
 
@@ -285,7 +226,9 @@ class TimestepRows(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: None = None) -> BFloat16[Tensor, "B W"]:
         if timestep.dtype != torch.bfloat16:
-            raise TrainError("the modulation table is for bfloat16", where="timestep", found=timestep.dtype, do=OFF)
+            raise TrainError(
+                "the modulation table is for bfloat16", where="timestep", found=timestep.dtype, do=NO_TABLE
+            )
         rows = [self._row(bits, t) for bits, t in zip(timestep.view(torch.int16).tolist(), timestep, strict=True)]
         return to_device(torch.from_numpy(np.stack(rows)).view(torch.bfloat16), hidden_states.device)
 
@@ -294,7 +237,10 @@ class TimestepRows(nn.Module):
             if bits in table.row_of:
                 return table.rows[table.row_of[bits]]
         raise TrainError(
-            "the modulation table does not have this timestep", where="timestep", found=f"{float(timestep):.6g}", do=OFF
+            "the modulation table does not have this timestep",
+            where="timestep",
+            found=f"{float(timestep):.6g}",
+            do=NO_TABLE,
         )
 
 
@@ -320,7 +266,7 @@ class TabulatedTransformer2DModel(QwenImageMultiResTransformer2DModel):
         return torch.split(temb, 12 * self.inner_dim, dim=1)[: len(self.transformer_blocks)]
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
-        raise ModelError("this transformer lacks its modulation weights, so it cannot be saved whole", do=OFF)
+        raise ModelError("this transformer lacks its modulation weights, so it cannot be saved whole", do=NO_TABLE)
 
 
 def tabulate(
@@ -337,7 +283,7 @@ def tabulate(
             where="scheduler_config.json",
             expected="shift_terminal above 0",
             found=schedule.shift_terminal,
-            do=OFF,
+            do=NO_TABLE,
         )
     scheduled, others = timesteps_from(schedule.shift_terminal), torch.tensor(sigmas, dtype=torch.float32).bfloat16()
     others = torch.tensor(sorted(set(others.tolist()) - set(scheduled.tolist())), dtype=torch.bfloat16)
@@ -421,7 +367,6 @@ def check_parameters(kind: type[Any], file: SingleFile, config: Mapping[str, Any
 #
 # Other classes are refused.
 
-STOCK_CLASSES = tuple(family.transformer for family in FAMILIES)
 TRAINED_CLASSES = (QwenImageMultiResTransformer2DModel, QwenImage21MultiResTransformer2DModel)
 
 
@@ -429,24 +374,11 @@ def stock_class(folder: Path) -> Any:
     """The class in diffusers of the transformer in `folder`; ModelError for another one, or without a config.json."""
     import diffusers
 
-    return getattr(diffusers, _class_name(read_config(folder / "config.json"), folder))
+    return getattr(diffusers, class_name(read_config(folder / "config.json"), folder))
 
 
 def trained_class(config: Mapping[str, Any], where: object = "config.json") -> type[Any]:
     """Our class for a transformer with this config.json; ModelError for another one."""
-    name = _class_name(config, where)
+    name = class_name(config, where)
     kinds: dict[str, type[Any]] = {each._stock_class.__name__: each for each in TRAINED_CLASSES}
     return kinds[name]
-
-
-def _class_name(config: Mapping[str, Any], where: object) -> str:
-    name = config.get("_class_name")
-    if name not in STOCK_CLASSES:
-        raise ModelError(
-            "not a Qwen-Image transformer",
-            where=where,
-            expected=" or ".join(STOCK_CLASSES),
-            found=name,
-            do="name another model, with --model",
-        )
-    return str(name)

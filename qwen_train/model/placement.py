@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from qwen_cache.errors import ConfigError
 from qwen_cache.models.devices import WaitingBlocks, there_and_back
 from qwen_cache.models.quantization import QuantizedLinear, is_quantized
-from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import TrainConfig
 
 # ---- offload ---------------------------------------------------------------------------------------------------------
@@ -29,31 +28,6 @@ from qwen_cache.settings.sections import TrainConfig
 # parameter of a block, the LoRA included. It prefetches in the order of the first forward pass, but gradient
 # checkpointing recomputes the blocks in reverse. It offloads after a forward that returns, but recomputation ends a
 # block's forward by an exception. And it offloads all blocks, not a chosen number.
-
-OFF = "set train.offload_blocks=0"
-
-
-def check_settings(config: Config, transformer: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings, or a config.json, that offloading cannot be combined with."""
-    settings, layers, name = config.train, transformer["num_layers"], "train.offload_blocks"
-    quantised = (transformer.get("quantization_config") or {}).get("quant_method")
-    if settings.offload_blocks > layers:
-        raise ConfigError(
-            f"{name} exceeds the number of blocks", expected=f"at most {layers}", found=settings.offload_blocks
-        )
-    excluded = {
-        "train.method=full": (settings.method == "full", "trained weights stay on the device"),
-        "train.fsdp=true": (settings.fsdp, "FSDP2 moves the weights itself"),
-        "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
-        f"{quantised} weights": (quantised == "bitsandbytes", "weights saved by bitsandbytes cannot be moved"),
-        f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
-            settings.gradient_checkpointing not in ("auto", 1),
-            "a block whose activations are kept keeps its weights on the device too",
-        ),
-    }
-    for setting, (given, reason) in excluded.items():
-        if given:
-            raise ConfigError(f"{name} and {setting} exclude each other: {reason}", do=f"{OFF}, or change the other")
 
 
 def offloaded_indices(layers: int, count: int) -> list[int]:

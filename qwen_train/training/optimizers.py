@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import OptimizerConfig
+from qwen_train.model.combinations import is_update_fused
 from qwen_train.training.start import import_path, not_importable
-from qwen_train.weights import is_update_fused
 
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}

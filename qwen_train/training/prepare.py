@@ -27,18 +27,18 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start
 from qwen_train.lora.reader import read_lora
-from qwen_train.memory import (
+from qwen_train.memory.exhausted import memory_for_training
+from qwen_train.memory.plan import largest_batch, largest_image
+from qwen_train.memory.prediction import (
     PARTS,
     SAFE,
     attention_bytes,
     fewest_recomputed,
-    largest_batch,
-    largest_image,
     memory_by_blocks,
-    memory_for_training,
     predict_memory,
     spread,
 )
+from qwen_train.model.combinations import with_layout
 from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_compile
 from qwen_train.model.kernels import Choice, capability_of, checked, choose_kernel, refuse_kernel
 from qwen_train.model.loading import tabulate
@@ -63,7 +63,6 @@ from qwen_train.weights import (
     load_transformer,
     prepare_for_training,
     trainable,
-    with_layout,
 )
 
 # ---- run summary -----------------------------------------------------------------------------------------------------
@@ -148,7 +147,7 @@ def print_memory(
         return
     if config.train.gradient_checkpointing == "auto" and device != "cpu":
         return  # said when the blocks were chosen
-    batch, _ = largest_batch(batches)
+    batch, _ = largest_batch(batches.cache, batches.config, batches)
     image = largest_image(validation_cache)
     memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
     sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
@@ -399,7 +398,7 @@ def choose_recomputation(
     transformer.keeps_attention, count = False, len(transformer.recomputed_blocks)
     if not count or capacity is None or not batches.cache.has_index or settings.fsdp or settings.offload_blocks:
         return
-    batch, image = largest_batch(batches)[0], largest_image(start.validation_cache)
+    batch, image = largest_batch(batches.cache, batches.config, batches)[0], largest_image(start.validation_cache)
     try:
         if settings.gradient_checkpointing == "auto":
             memory = memory_by_blocks(of_model, config, batch, image)

@@ -19,7 +19,8 @@ from torch._dynamo.utils import counters
 
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.settings.load import Config, load_config
-from qwen_train.memory import SampleSize, attention_bytes
+from qwen_train.memory.prediction import attention_bytes
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import compilation, joint_row, segments
 from qwen_train.model.compilation import compile_blocks, with_compile
 from qwen_train.weights import checkpoint_blocks, freeze_unreached

@@ -29,7 +29,8 @@ from qwen_cache.settings.load import load_config
 from qwen_train import weights
 from qwen_train.flow import NoiseSchedule, sample_u
 from qwen_train.lora.adapter import add_lora
-from qwen_train.memory import SampleSize, predict_memory
+from qwen_train.memory.prediction import predict_memory
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import loading
 from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, check_settings, tabulate, timesteps_from

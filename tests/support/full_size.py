@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLQwenImage
 from transformers import Qwen2_5_VLConfig
 
 from qwen_cache.models.family import QWEN_IMAGE_21
-from qwen_train.memory import SampleSize
+from qwen_train.memory.sizes import SampleSize
 
 from .paths import load_tool
 

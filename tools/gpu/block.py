@@ -18,8 +18,9 @@ from torch.utils._pytree import tree_leaves
 
 from qwen_cache.models.encoders import PatchEmbedding
 from qwen_cache.settings.load import load_config
+from qwen_train.model.combinations import with_layout
 from qwen_train.training.loss import compute_loss
-from qwen_train.weights import compute_dtype, trainable, with_layout
+from qwen_train.weights import compute_dtype, trainable
 
 from . import flops, models
 from .measure import Card, Cases, Row, forget, peaks, timed

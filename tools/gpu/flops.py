@@ -17,7 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.settings.load import Config
-from qwen_train.memory import SampleSize, on_meta, peak_of_step, training_model
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.memory.step import on_meta, peak_of_step, training_model
 
 FEW, MORE = 2, 3
 

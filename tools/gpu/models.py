@@ -23,9 +23,10 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.models.folder import ModelFolder, open_model
 from qwen_cache.models.quantization import check_quantization, quantize
 from qwen_cache.settings.load import Config
-from qwen_train.memory import SampleSize
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.model.combinations import columns
 from qwen_train.model.compilation import compile_blocks
-from qwen_train.model.loading import Table, TabulatedTransformer2DModel, columns, trained_class
+from qwen_train.model.loading import Table, TabulatedTransformer2DModel, trained_class
 from qwen_train.model.placement import offload_blocks, offloaded_indices
 from qwen_train.weights import FEW_ROWS, compute_dtype, prepare_for_training
 

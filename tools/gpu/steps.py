@@ -18,10 +18,12 @@ from torch.utils._triton import has_triton
 
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.memory import RESERVED, Memory, SampleSize, attention_bytes, block_bytes, predict_memory
+from qwen_train.memory.prediction import RESERVED, Memory, attention_bytes, block_bytes, predict_memory
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.model.combinations import with_layout
 from qwen_train.training.loss import compute_loss
 from qwen_train.training.optimizers import make_optimizer
-from qwen_train.weights import compute_dtype, recomputed_blocks, trainable, with_layout
+from qwen_train.weights import compute_dtype, recomputed_blocks, trainable
 
 from . import flops, models
 from .measure import SIMULATED, Card, Cases, Row, UnavailableError, forget, need_host_memory, peaks, timed

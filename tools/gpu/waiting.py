@@ -16,9 +16,10 @@ from unittest.mock import patch
 from bench_read import Samples, write_cache
 
 from qwen_cache.settings.load import Config, load_config
-from qwen_train.memory import SampleSize, block_bytes, predict_memory
+from qwen_train.memory.prediction import block_bytes, predict_memory
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.model.combinations import with_layout
 from qwen_train.train import train
-from qwen_train.weights import with_layout
 
 from . import models
 from .measure import Card, Cases, Row, UnavailableError, forget, need_host_memory

@@ -1,0 +1,203 @@
+"""The memory of training, predicted by part without training.
+
+A training step of the real configuration runs once on tensors without data (`step.py`), and what it shows is remembered
+(`pieces.py`): parameters, activations saved by autograd, recomputed blocks, gradients. Blocks are equal, so only a few
+are run and the rest is extrapolated. Quantised weights, the optimizer's state and the device's own memory are computed.
+Refused: another class of transformer than ours. Not predicted: several processes (DDP's buckets, FSDP2), and
+`train.compile`. Compiled blocks save a quarter less if they are not recomputed (docs/gpu/); if they are, a run lets
+them keep the output of attention where that fits (`attention_bytes`). Imports torch only for what is not remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from qwen_cache.models.family import family_of_transformer
+from qwen_cache.models.hardware import ON_DEVICE, piece_sizes
+from qwen_cache.settings.load import Config
+from qwen_cache.settings.sections import TrainConfig
+from qwen_train.lora.files import assistant_bytes, check_adapter
+from qwen_train.memory import pieces
+from qwen_train.memory.pieces import Device, Measured
+from qwen_train.memory.sizes import SampleSize, tokens_of
+from qwen_train.model.combinations import check_offload, is_update_fused, with_layout
+
+ACCELERATOR = "cuda"
+"""Or any other: predictions are the same."""
+RESERVED = 1_300_000_000  # CUDA context and libraries, 0.5 GB, and what the caching allocator holds of small tensors
+FRAGMENTATION = 0.04  # of the tensors is unusable in it
+"""In docs/gpu/, 23 of 24 training steps took no more than tensors and both; the one with four noise draws 3 % more."""
+PARTS = {
+    "weights": "frozen weights",
+    "trained": "trained weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "average": "average (EMA)",
+    "activations": "activations",
+    "reserved": "driver and context, estimated",
+}
+"""The fields of `Memory` in words."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the device at the peak of a training step."""
+
+    weights: int
+    """Frozen weights."""
+    trained: int
+    """Trained weights: a LoRA, or all."""
+    gradients: int
+    optimizer: int
+    """The optimizer's state; for one by import path, that of AdamW."""
+    average: int
+    """The EMA of the trained weights."""
+    activations: int
+    """A batch's tensors, the activations saved for the backward pass, and temporary tensors."""
+    reserved: int = 0
+    """The device's own memory, estimated; not part of what torch says is allocated."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def predict_memory(
+    transformer: dict[str, Any],
+    settings: Config,
+    batch: Sequence[SampleSize],
+    device: Device = "accelerator",
+    image: SampleSize | None = None,
+) -> Memory:
+    """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
+    `train`, `optimizer` and `validation`; `image` is the largest to generate between steps, if there is any.
+
+    Raises ConfigError or ModelError for settings that cannot be combined.
+    """
+    check_adapter(settings, transformer)
+    settings = settings if device == "cpu" else with_layout(settings, ACCELERATOR)
+    if settings.train.gradient_checkpointing == "auto":
+        settings = changed(settings, {"train.gradient_checkpointing": True})
+    layers, every = int(transformer["num_layers"]), int(settings.train.gradient_checkpointing) or 1
+    depths = pieces.depths(transformer, settings)
+    few, *more = (
+        _of_depth(each, settings, device) for each in pieces.step(transformer, settings, batch, device, image)
+    )
+    values = few
+    if more:
+        left = (layers - depths[-1]) // every
+        values = tuple(y + (y - x) * left for x, y in zip(few, more[0], strict=True))
+    *parts, update, generating = values
+    memory = Memory(*parts)
+    generating -= memory.gradients  # there are none between steps
+    frozen = memory.weights + assistant_bytes(settings.train, product_bytes(settings.train))
+    memory = replace(memory, weights=frozen, activations=max(memory.activations, update, generating))
+    if settings.train.offload_blocks:
+        check_offload(settings, transformer)
+        on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
+        memory = replace(memory, weights=memory.weights - on_host * block_bytes(transformer, settings))
+    if device == "cpu":
+        return memory
+    return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
+
+
+def _of_depth(measured: Measured, settings: Config, device: Device) -> tuple[int, ...]:
+    """The values of `Memory`, and what the optimizer's update and the image take: each is linear in the layers, their
+    maximum is not."""
+    gradients, rounded = measured.trained, settings.train.stochastic_rounding
+    states = measured.rounded_states if rounded else measured.states
+    # the update of all trained weights at once on an accelerator (foreach), in place by AdamW (fused), one after the
+    # other on the CPU and by torchao, which computes in float32
+    at_once = 0 if is_update_fused(settings, ACCELERATOR) else gradients
+    update = 2 * measured.largest if rounded else at_once if device == "accelerator" else measured.largest
+    accumulated = settings.train.gradient_accumulation_steps > 1
+    memory = Memory(
+        weights=measured.frozen,
+        trained=gradients,
+        gradients=gradients,
+        optimizer=states.get(settings.optimizer.name, states["adamw"]),
+        average=gradients if settings.train.ema_decay else 0,
+        activations=measured.step if accumulated else measured.step - gradients,
+    )
+    return *astuple(memory)[:-1], update, measured.image
+
+
+def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
+    """The bytes of one block's frozen weights."""
+    assistant = assistant_bytes(settings.train, product_bytes(settings.train), "transformer_blocks")
+    return pieces.block(transformer, settings) + assistant // int(transformer["num_layers"])
+
+
+def host_bytes(transformer: dict[str, Any], settings: Config) -> int:
+    """The bytes of the offloaded blocks in host memory, which is pinned: it cannot be swapped."""
+    count = settings.train.offload_blocks
+    return count * sum(piece_sizes(block_bytes(transformer, settings))) if count else 0
+
+
+def product_bytes(settings: TrainConfig) -> int:
+    """The bytes of a number in matrix products."""
+    return 2 if settings.mixed_precision == "bf16" else 4
+
+
+def changed(settings: Config, changes: dict[str, Any]) -> Config:
+    """The settings with other values, by name."""
+    for name, value in changes.items():
+        section, key = name.split(".")
+        settings = settings.model_copy(update={section: getattr(settings, section).model_copy(update={key: value})})
+    return settings
+
+
+# ---- blocks to recompute ---------------------------------------------------------------------------------------------
+
+SAFE = 0.92
+"""The share of the device's memory that a choice by itself may take: predictions were up to 6 % too low."""
+
+
+def memory_by_blocks(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], image: SampleSize | None = None
+) -> list[int]:
+    """The total memory if 0, 1, … or all blocks are recomputed; linear in those that are not."""
+    totals = [
+        predict_memory(transformer, changed(settings, {"train.gradient_checkpointing": each}), batch, image=image).total
+        for each in (True, False)
+    ]
+    layers, (least, most) = int(transformer["num_layers"]), totals
+    further = max(1, layers - 1)  # beside the one that is being recomputed
+    return [most, *(least + (most - least) * (layers - count) // further for count in range(1, layers + 1))]
+
+
+def attention_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
+    """The output of a block's attention and its log-sum-exp, in float32."""
+    tokens = tokens_of(batch, settings.train, family_of_transformer(transformer))
+    heads, size = int(transformer["num_attention_heads"]), int(transformer["attention_head_dim"])
+    return tokens * heads * (size * product_bytes(settings.train) + 4)
+
+
+def fewest_recomputed(memory: Sequence[int], capacity: float) -> int:
+    """The smallest number of recomputed blocks that fits; all if none does."""
+    return next((count for count, total in enumerate(memory) if total <= capacity), len(memory) - 1)
+
+
+def spread(count: int, layers: int) -> list[int]:
+    """The indices of as many blocks, evenly."""
+    return [layers * i // count for i in range(count)]
+
+
+def step_time(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], count: int) -> float:
+    """The time of a step in which `count` blocks are recomputed, relative to one in which all are.
+
+    By floating-point operations of the blocks: a forward pass, its repetition, and the backward pass, which takes as
+    many for the linear layers as the forward pass (twice as many where they are trained) and 2.5 times as many for
+    attention (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1). Attention counts as if each token saw all of its
+    sample.
+    """
+    family, layers = family_of_transformer(transformer), int(transformer["num_layers"])
+    tokens = [tokens_of([sample], settings.train, family) for sample in batch]
+    width = int(transformer["num_attention_heads"] * transformer["attention_head_dim"])
+    of_linears = 2 * (13 if family.joint_sequence else 12) * width * width * sum(tokens)
+    of_attention = 4 * width * sum(n * n for n in tokens)
+    forward = of_linears + of_attention
+    backward = (2 if settings.train.method == "full" else 1) * of_linears + 2.5 * of_attention
+    return (forward * (1 + count / layers) + backward) / (2 * forward + backward)

@@ -1,0 +1,179 @@
+"""Settings that go together, and with which transformer: what is refused or chosen before torch is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.models.family import FAMILIES, QWEN_IMAGE_21
+from qwen_cache.models.hardware import Kind, is_accelerator_name
+from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
+from qwen_cache.settings.sections import TrainConfig
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+
+STOCK_CLASSES = tuple(family.transformer for family in FAMILIES)
+
+
+def class_name(config: Mapping[str, Any], where: object = "config.json") -> str:
+    """The class in diffusers of a transformer with this config.json; ModelError for one that is not supported."""
+    name = config.get("_class_name")
+    if name not in STOCK_CLASSES:
+        raise ModelError(
+            "not a Qwen-Image transformer",
+            where=where,
+            expected=" or ".join(STOCK_CLASSES),
+            found=name,
+            do="name another model, with --model",
+        )
+    return str(name)
+
+
+# ---- tabulated modulation --------------------------------------------------------------------------------------------
+
+EMBEDDER = tuple(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2))
+NO_TABLE = "set train.tabulated_modulation=false"
+
+
+def columns(config: Mapping[str, Any]) -> dict[str, slice]:
+    """The linear layers whose outputs form a row, in order, each with its columns."""
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    layers = [f"transformer_blocks.{i}.{kind}_mod.1" for i in range(config["num_layers"]) for kind in ("img", "txt")]
+    parts = {name: slice(6 * width * i, 6 * width * (i + 1)) for i, name in enumerate(layers)}
+    end = 6 * width * len(layers)
+    return {**parts, "norm_out.linear": slice(end, end + 2 * width)}
+
+
+def check_tabulation(settings: TrainConfig, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError or ModelError if a table cannot serve these settings and this config.json."""
+    if settings.method == "full":
+        raise ConfigError("train.tabulated_modulation is for frozen weights", found="train.method=full", do=NO_TABLE)
+    if settings.mixed_precision != "bf16":
+        raise ConfigError(
+            "train.tabulated_modulation needs bfloat16: in float32 there are too many timesteps for a table",
+            found=f"train.mixed_precision={settings.mixed_precision}",
+            do=f"set train.mixed_precision=bf16, or {NO_TABLE}",
+        )
+    check_model(config)
+    targets = settings.lora.target_modules
+    if trained := [name for name in (*columns(config), *EMBEDDER) if _targeted(name, targets)]:
+        raise ConfigError(
+            "train.tabulated_modulation is for frozen weights, and the LoRA trains some of them",
+            where="train.lora.target_modules",
+            found=trained[0],
+            do=f"name other modules, or {NO_TABLE}",
+        )
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """Raise ModelError if no table can be computed for a transformer with this config.json."""
+    if config.get("_class_name") == QWEN_IMAGE_21.transformer:
+        raise ModelError(
+            f"{QWEN_IMAGE_21.name} has one modulation for all blocks, so a table would save nothing",
+            do="set tabulated_modulation=false",
+        )
+    saved = config.get("quantization_config")
+    if saved is not None and "bytes_per_weight" not in saved:  # of a folder
+        do = "use the unquantised model, with model.quantization; or set tabulated_modulation=false"
+        raise ModelError("the table needs unquantised weights, and this transformer was saved quantised", do=do)
+    if config.get("use_additional_t_cond"):
+        do = "set tabulated_modulation=false"
+        raise ModelError("this transformer's modulation depends on more than the timestep", do=do)
+
+
+def _targeted(name: str, targets: list[str] | str) -> bool:
+    """True if peft would target this layer; peft itself refuses an invalid regular expression."""
+    if not isinstance(targets, str):
+        return any(name == target or name.endswith(f".{target}") for target in targets)
+    with suppress(re.error):
+        return targets == "all-linear" or re.fullmatch(targets, name) is not None
+    return False
+
+
+# ---- offloaded blocks ------------------------------------------------------------------------------------------------
+
+ALL_ON_DEVICE = "set train.offload_blocks=0"
+
+
+def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings, or a config.json, that offloading cannot be combined with."""
+    settings, layers, name = config.train, transformer["num_layers"], "train.offload_blocks"
+    quantised = (transformer.get("quantization_config") or {}).get("quant_method")
+    if settings.offload_blocks > layers:
+        raise ConfigError(
+            f"{name} exceeds the number of blocks", expected=f"at most {layers}", found=settings.offload_blocks
+        )
+    excluded = {
+        "train.method=full": (settings.method == "full", "trained weights stay on the device"),
+        "train.fsdp=true": (settings.fsdp, "FSDP2 moves the weights itself"),
+        "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
+        f"{quantised} weights": (quantised == "bitsandbytes", "weights saved by bitsandbytes cannot be moved"),
+        f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
+            settings.gradient_checkpointing not in ("auto", 1),
+            "a block whose activations are kept keeps its weights on the device too",
+        ),
+    }
+    for setting, (given, reason) in excluded.items():
+        if given:
+            raise ConfigError(
+                f"{name} and {setting} exclude each other: {reason}", do=f"{ALL_ON_DEVICE}, or change the other"
+            )
+
+
+# ---- quantisation -------------------------------------------------------------------------------------------------
+
+
+def kind_of(transformer: dict[str, Any], settings: Config) -> Kind:
+    """How the frozen weights are quantised: by the settings, or by the config.json of a quantised folder; none for a
+    single file, whose own sizes count."""
+    saved = transformer.get("quantization_config")
+    if saved is None:
+        return settings.model.quantization
+    if "bytes_per_weight" in saved:
+        return "int8_convrot" if saved["quant_method"] == "int8_convrot" else "none"
+    text = json.dumps(saved).lower()
+    kinds: dict[str, Kind] = {
+        '"load_in_4bit": true': "nf4",
+        '"load_in_8bit": true': "int8",
+        "int8": "int8",
+        "float8": "fp8",
+    }
+    for pattern, kind in kinds.items():
+        if pattern in text:
+            return kind
+    raise ModelError(
+        "unknown quantisation: its memory cannot be predicted", where="config.json", found=saved.get("quant_method")
+    )
+
+
+# ---- by device -------------------------------------------------------------------------------------------------------
+
+
+def with_layout(config: Config, device: object, run: Path | None = None) -> Config:
+    """The configuration with a layout in place of "auto": that of the `run` to continue, else by the device.
+
+    `device` is one of torch's, or its name.
+    """
+    if config.train.layout != "auto":
+        return config
+    chosen = "packed" if is_accelerator_name(str(device)) else "padded"
+    with suppress(ConfigError):
+        saved = load_saved(run / CONFIG_NAME).train.layout if run else "auto"
+        chosen = chosen if saved == "auto" else saved
+    return config.model_copy(update={"train": config.train.model_copy(update={"layout": chosen})})
+
+
+def is_update_fused(config: Config, device: object) -> bool:
+    """True if AdamW updates all weights in one kernel that needs no further memory, as it does on accelerators.
+
+    torch's own choice is a kernel for each operation, whose results take as much memory as the weights; and for the
+    weights of FSDP2 one for each operation and tensor. `optimizer.arguments` can choose these: `foreach`, `fused`.
+    """
+    chosen = {"foreach", "fused"} & config.optimizer.arguments.keys()
+    by_torch = config.optimizer.name == "adamw" and not config.train.stochastic_rounding
+    return by_torch and not chosen and is_accelerator_name(str(device))
