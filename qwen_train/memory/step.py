@@ -301,7 +301,7 @@ def measure_depth(
     what: str,
     of: BatchKind | Sequence[SampleSize],
 ) -> dict[str, Any]:
-    """The pieces of a step, or of generating an image, with as many blocks; and the bytes of every batch.
+    """The pieces of a step, or of generating an image, with this many blocks; and the bytes of every batch.
 
     Of one batch there is one piece, a constant. The pieces of a kind are None if its batches differ in their tensors.
     """
@@ -345,7 +345,7 @@ def measure_depth(
 UNALIGNED = 5
 """Tokens more than a multiple of ROWS."""
 FURTHER = 2 * ROWS
-"""Tokens by which two measured batches differ: as many that they are both aligned or both not."""
+"""Tokens by which two measured batches differ: enough that they are both aligned or both not."""
 TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 TEXT = (1, 32, 128, 512, 2048, 8192)
 """The numbers of tokens for which pieces are kept, in all combinations; between them the peak is convex, so a piece
