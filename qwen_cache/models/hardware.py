@@ -27,9 +27,10 @@ SUPPORTED = ("cuda", "hip", "xpu")
 """The entries of torch's version.py that are None in a build without this kind of accelerator."""
 FURTHER_BACKENDS = "torch.backends"
 """The entry points by which other packages bring torch a device."""
+DEV = Path("/dev")
 NODES = re.compile(r"nvidia.*|kfd|dri|accel.*|dxg|davinci.*")
 """The names in /dev of accelerators, and of folders of them."""
-VARIABLES = re.compile(r".*(CUDA|NVIDIA|NVML|HIP|HSA|ROCR|ROCM|GPU|ZE_|ONEAPI|SYCL|XPU|TORCH|LD_).*")
+VARIABLES = re.compile(r".*(CUDA|NVIDIA|NVML|HIP|HSA_|ROCR|ROCM|GPU|ZE_|ONEAPI|SYCL|XPU|TORCH|LD_).*")
 """The environment that decides what is visible."""
 STATE = (
     "/proc/sys/kernel/random/boot_id",
@@ -110,7 +111,7 @@ def _state_of_machine() -> dict[str, Any]:
     return {
         "torch": [str(torch), *_status(torch)],
         "environment": sorted(item for item in os.environ.items() if VARIABLES.fullmatch(item[0])),
-        "nodes": [[str(path), *_status(path)] for path in _nodes(Path("/dev"))],
+        "nodes": [[str(path), *_status(path)] for path in _nodes(DEV)],
         "state": [_content(path) for path in STATE],
         "cards": [[str(path), _content(str(path))] for path in cards],
         "user": [os.getuid(), sorted(os.getgroups())],
@@ -118,7 +119,7 @@ def _state_of_machine() -> dict[str, Any]:
 
 
 def _nodes(folder: Path) -> list[Path]:
-    found = sorted(path for path in folder.iterdir() if NODES.fullmatch(path.name))
+    found = sorted(path for path in folder.glob("*") if NODES.fullmatch(path.name))
     return [each for path in found for each in ([path, *sorted(path.rglob("*"))] if path.is_dir() else [path])]
 
 

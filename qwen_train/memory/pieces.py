@@ -1,10 +1,10 @@
 """The pieces of a step's peak, remembered: its live bytes as linear functions of the tokens.
 
-They are of a step on tensors without data (`step.py`). In a step on one kind of batches (`BatchKind`) every tensor is
-linear in `Parts`, so the live bytes at each moment are too, and the peak is the largest of a few such functions: its
-pieces. They are measured once for all that they depend on (`key_of`) and kept in the user's cache folder; those of the
-published models come with the package. A step that is not linear has no pieces: then each batch is measured, once.
-Imports torch only to measure.
+They are those of a step on tensors without data (`step.py`). On one kind of batches (`BatchKind`) every tensor is
+linear in `Parts`, so the live bytes at each moment are too, and the peak is the largest of a few such functions. They
+are measured once for all that they depend on (`key_of`) and kept in the user's cache folder; those of the published
+models come with the package. A step that is not linear has no pieces: then each batch is measured, once. Imports torch
+only to measure.
 """
 
 from __future__ import annotations
@@ -132,12 +132,7 @@ def block(transformer: dict[str, Any], settings: Config) -> int:
     _checked(transformer, settings)
     key = key_of(transformer, settings, "accelerator")
 
-    def measure() -> int:
-        from qwen_train.memory.step import block_bytes
-
-        return block_bytes(*_restored(key))
-
-    return int(_recall({**key, "what": "block"}, measure))
+    return int(_recall({**key, "what": "block"}, lambda: measure_block(key)))
 
 
 def _checked(transformer: dict[str, Any], settings: Config) -> Family:
@@ -229,13 +224,18 @@ def peak_of(pieces: Sequence[Piece], parts: Parts) -> int:
     return round(max(sum(a * b for a, b in zip(piece, (*parts, 1), strict=True)) for piece in pieces))
 
 
-def measure(
-    key: dict[str, Any], what: Literal["step", "image"], of: BatchKind | Sequence[SampleSize]
-) -> list[dict[str, Any]]:
+def measure(key: dict[str, Any], what: str, of: BatchKind | Sequence[SampleSize]) -> list[dict[str, Any]]:
     """The entry of a kind of batches, or of one batch: at each depth the pieces, and the bytes of every batch."""
     from qwen_train.memory.step import measure_depth
 
     return [measure_depth(*_restored(key), each, key["device"], what, of) for each in key["depths"]]
+
+
+def measure_block(key: dict[str, Any]) -> int:
+    """The entry of a block's frozen weights."""
+    from qwen_train.memory.step import block_bytes
+
+    return block_bytes(*_restored(key))
 
 
 _known: dict[str, Any] = {}
@@ -247,15 +247,15 @@ def _recall(key: dict[str, Any], measure: Callable[[], Any]) -> Any:
     text = json.dumps(key, sort_keys=True)
     if text not in _known:
         published = _published()
-        _known[text] = published["entries"].get(digest_of(text)) if published["versions"] == _versions() else None
+        _known[text] = published["entries"].get(digest_of(key)) if published["versions"] == _versions() else None
         if _known[text] is None:
             _known[text] = measured({**key, "versions": _versions(), "code": _code()}, measure)
     return _known[text]
 
 
-def digest_of(text: str) -> str:
+def digest_of(key: dict[str, Any]) -> str:
     """The name of a published entry: the hash of its key in JSON."""
-    return xxhash.xxh3_64_hexdigest(text.encode())
+    return xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
 
 
 @functools.cache

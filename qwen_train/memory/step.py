@@ -345,7 +345,7 @@ def measure_depth(
 UNALIGNED = 5
 """Tokens more than a multiple of ROWS."""
 FURTHER = 2 * ROWS
-"""Tokens by which two measured batches differ: enough that they are both aligned or both not."""
+"""Tokens by which two measured batches differ, so that both are aligned or neither is."""
 TOKENS = (0, 16, 64, 256, 1024, 4096, 16384, 65536)
 TEXT = (1, 32, 128, 512, 2048, 8192)
 """The numbers of tokens for which pieces are kept, in all combinations; between them the peak is convex, so a piece
@@ -376,7 +376,7 @@ def pieces_of(
         each = max(course(further)) - (pieces @ numbers).max()
         pieces[:, -2] += each
         pieces[:, -1] -= len(batches[0]) * each
-    return [[float(number) for number in piece] for piece in pieces]
+    return [[int(number) if number.is_integer() else float(number) for number in piece] for piece in pieces]
 
 
 def _grid(varying: int, ragged: bool) -> Any:
