@@ -153,19 +153,19 @@ def test_devices_are_asked_for_once_until_anything_changes(
     with_support: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The environment, the device nodes, the boot or the driver."""
+    boot, nodes = tmp_path / "boot_id", tmp_path / "dev"
+    monkeypatch.setattr(hardware, "DEV", nodes)
     for _ in range(2):
         assert hardware.device_names() == ["cuda:0", "cuda:1", "cpu"]
         assert hardware.device_memory("cuda:1") == 24_000
         assert hardware.device_memory("cuda:7") is None
         assert hardware.device_memory("cpu") is None
     assert with_support == ["names", "cuda:1"]
-    boot, nodes = tmp_path / "boot_id", tmp_path / "dev"
     changes = [
         lambda: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1"),
         lambda: monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "0"),
         lambda: monkeypatch.setattr(hardware, "STATE", (str(boot),)),
         lambda: boot.write_text("another boot"),
-        lambda: monkeypatch.setattr(hardware, "DEV", nodes),
         lambda: (nodes / "dri").mkdir(parents=True),
         lambda: (nodes / "dri" / "renderD128").touch(),
         lambda: (nodes / "nvidia0").touch(),
