@@ -25,7 +25,6 @@ from qwen_cache.encode.recipe import PATCH_EMBEDDING, as_cached, for_any_device,
 from qwen_cache.errors import ConfigError, ModelError
 from qwen_cache.format.identity import recipe_id
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, parse_manifest
-from qwen_cache.models import devices
 from qwen_cache.models import folder as model_folder
 from qwen_cache.models.family import PipelineName
 from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint, vae_encoder_fingerprint
@@ -68,7 +67,7 @@ ON_A_CPU: dict[str, Configuration] = {
 @pytest.fixture
 def recipe_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """The recipe of a configuration with equal files, on a machine without an accelerator."""
-    monkeypatch.setattr(devices, "accelerator", lambda: None)
+    monkeypatch.setattr("qwen_cache.encode.recipe.device_names", lambda: ["cpu"])
     for part in ENCODER_PARTS:
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text("{}", encoding="utf-8")
@@ -105,7 +104,7 @@ def test_an_accelerator_and_a_cluster_keep_the_recipe(
     """`auto` is the accelerator that is here; a cluster has those of its nodes, and this process may have none."""
     configuration = ON_A_CPU["an edit, by default"]
     elsewhere = recipe_of(configuration, here=False)
-    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("qwen_cache.encode.recipe.device_names", lambda: ["cuda:0", "cpu"])
     assert recipe_of(configuration) == elsewhere == for_any_device(recipe_of(ON_A_CPU["a CPU beside a GPU"]))
 
 
@@ -125,14 +124,14 @@ def test_a_build_says_why_images_are_encoded_again_and_another_device_does_not_d
     """A cache of a GPU, built again on a CPU; and one of a CPU on a machine with a GPU."""
     out, model, bfloat16 = tmp_path / "shards", tiny_model("edit-plus"), ("--dtype", "bfloat16")
     with monkeypatch.context() as machine:
-        machine.setattr(devices, "accelerator", lambda: torch.device("cuda"))
+        machine.setattr("qwen_cache.encode.recipe.device_names", lambda: ["cuda:0", "cpu"])
         assert build(pairs, out, model, *bfloat16).code == 0
     result = build(pairs, out, model, *bfloat16)
     why = "images encoded in bfloat16 on a CPU, which earlier versions may have done wrongly"
     assert (result.code, f"because the recipe changed: {why}\n" in result.stderr) == (2, True)
     assert build(pairs, out, model, *bfloat16, "--replace").code == 0
     assert PATCH_EMBEDDING in json.loads((out / "cache.json").read_bytes())["recipes"]["default"]["recipe"]
-    monkeypatch.setattr(devices, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("qwen_cache.encode.recipe.device_names", lambda: ["cuda:0", "cpu"])
     assert plan(pairs, out, model, *bfloat16)["to_encode"] == 0
 
 
