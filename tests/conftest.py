@@ -102,6 +102,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         del AutoencoderKLQwenImage, QwenImageTransformer2DModel, Qwen2_5_VLForConditionalGeneration
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # in place of 700: most of what it would look through is freed by its reference counts
 
 
 # ---- slow tests, and those for other libraries and systems -----------------------------------------------------------
@@ -163,10 +164,19 @@ def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fork_server(users_cache_folder: Path) -> Iterator[ForkServer]:
+def fork_server(users_cache_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """What starts programs with this environment, without their imports."""
-    with forking() as server:
+    with forking(for_all_workers(tmp_path_factory)) as server:
         yield server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def done_once() -> Iterator[None]:
+    """Indexes are read, and models loaded, once in this process."""
+    from .support.once import once
+
+    with once():
+        yield
 
 
 def for_all_workers(tmp_path_factory: pytest.TempPathFactory) -> Path:

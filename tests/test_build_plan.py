@@ -62,7 +62,7 @@ def test_a_text_longer_than_the_rope_table_is_refused_and_left_out_of_a_cache(
 ) -> None:
     """In the build, by the numbers that the encoder gives; in a cache of before, by the run and its plan."""
     out, prompt = tmp_path / "shards", pairs / "target_images" / "cat.txt"
-    prompt.write_text("make it as blue as the sea " * 230)
+    prompt.write_text("make it as blue as the sea " * 215)
     with monkeypatch.context() as patch:
         patch.setattr(family.Family, "longest_text", lambda *_: 10**6)
         assert build(pairs, out, model).code == 0

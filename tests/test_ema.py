@@ -45,7 +45,7 @@ def test_swapped_lends_the_average_and_gives_back_the_weights_whatever_happens()
 
 
 def test_the_file_is_the_average_of_the_steps_and_the_training_is_that_without_it(train: Trainer) -> None:
-    plain = train(settings=EVERYTHING_RANDOM, out="plain")
+    plain = train.once(settings=EVERYTHING_RANDOM)
     changes = {"settings": EVERYTHING_RANDOM, "train__ema_decay": 0.4, "train__checkpointing_steps": 1}
     out = train(**changes)
     steps = [load_file(out / f"checkpoint-{step}" / LORA) for step in (1, 2, 3)]

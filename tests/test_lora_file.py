@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -29,6 +30,7 @@ from qwen_train import train as training
 from qwen_train.lora.adapter import lora_weights, start_from, write_lora
 from qwen_train.lora.files import METADATA_KEY, origin_of
 from qwen_train.lora.reader import read_lora
+from qwen_train.training import prepare as prepare_module
 
 from .support.caches import build
 from .support.judge import TOLERANCE
@@ -76,6 +78,8 @@ def fit(
 ) -> Iterator[Callable[..., Trained]]:
     """Train a few steps, fast enough that the outputs change by a tenth and more."""
     prepare = training.prepare
+    monkeypatch.setattr(prepare_module, "print_memory", Mock())  # it and the page take longer than the steps
+    monkeypatch.setattr(training, "renew_report", Mock())
 
     def train(variant: str = "edit-plus", folder: str = "out", learning_rate: float = 0.02, **settings: Any) -> Trained:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -15,15 +15,15 @@ import pytest
 
 from .support.caches import build
 from .support.paths import ROOT
-from .support.processes import IMPORTED, Forked, ForkServer, cpu_seconds, forking, popen, run
+from .support.processes import Forked, ForkServer, cpu_seconds, forking, popen, run
 from .support.waiting import HANG, wait_until
 
 PROGRAM = str(Path(sys.executable).with_name("qwen-cache"))
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[ForkServer]:
-    with forking(("numpy.random", "pyarrow", "torch")) as server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with forking(tmp_path_factory.mktemp("server"), ("numpy.random", "pyarrow", "torch")) as server:
         yield server
 
 
@@ -226,8 +226,7 @@ def check_forking(server: ForkServer) -> None:
     """Twenty children, of which some compute, leave nothing in the fork server."""
     modules = [sys.executable, "-c", "import sys; print(*sys.modules)"]
     first = run(modules, capture_output=True).stdout
-    assert server.process
-    before, pid = state(server.process.pid), server.process.pid
+    before, pid = state(server.pid), server.pid
     assert before[0] == "1"
     for i in range(20):
         run([sys.executable, "-c", "import pathlib" if i % 5 else COMPUTING], capture_output=True, check=True)
@@ -250,25 +249,29 @@ def test_what_a_build_in_this_process_sets_is_no_difference(
 
 
 @pytest.mark.slow
-def test_imports_of_all_that_programs_need_start_no_thread() -> None:
-    with forking(IMPORTED) as server:
+def test_imports_of_all_that_programs_need_start_no_thread(tmp_path: Path) -> None:
+    before = cpu_seconds()
+    with forking(tmp_path) as server:
+        run([sys.executable, "-c", ""])
+        assert cpu_seconds() - before > 1, "the imports are counted"
         check_forking(server)
-        assert cpu_seconds() > server.cpu_seconds > 1, "the imports are counted"
 
 
 TESTS = """
-import os, signal, subprocess, sys
+import os, pathlib, signal, subprocess, sys
 from tests.support.processes import forking, popen
 
-with forking(()) as server:
+with forking(pathlib.Path(sys.argv[1]), ()) as server:
     child = popen([sys.executable, "-c", "import time; time.sleep(1000)"], stdout=-3, stderr=-3)
-    print(server.process.pid, child.pid, flush=True)
+    print(server.pid, child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_it_ends_with_killed_tests() -> None:
-    done = subprocess.run([sys.executable, "-c", TESTS], cwd=ROOT, capture_output=True, text=True, timeout=HANG)
+def test_it_ends_with_killed_tests(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TESTS, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=HANG
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid, child = map(int, done.stdout.split())
     os.kill(child, signal.SIGKILL)

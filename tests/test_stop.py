@@ -66,7 +66,7 @@ def without_batch(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 
 
 def test_sigusr1_saves_after_the_step_and_training_continues(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = outcome(train(settings=EVERYTHING_RANDOM, out="undisturbed"))
+    expected = outcome(train.once(settings=EVERYTHING_RANDOM))
     handler = signal.getsignal(signal.SIGUSR1)
     send(monkeypatch, signal.SIGUSR1, in_batch=2, times=2)
     result = train.try_(settings=EVERYTHING_RANDOM)

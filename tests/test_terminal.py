@@ -345,6 +345,10 @@ WRITERS = {
 }
 
 
+CALLED = ("sys.stdout.write", "sys.stderr.write", "typer.echo", "typer.secho", "warnings.warn")
+WRITE = {name.rpartition(".")[2] for name in CALLED}
+
+
 def test_all_output_goes_through_one_place() -> None:
     """Nothing else writes to a terminal: `console()` and `results()` do, and `print_json` for other programs."""
     writers: dict[str, set[str]] = {}
@@ -361,9 +365,9 @@ def name_of_writer(node: ast.AST) -> str | None:
         return next((each.name for each in node.names if each.name == "Console"), None)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
         return "print"
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WRITE:
         called = ast.unparse(node.func)
-        if called in ("sys.stdout.write", "sys.stderr.write", "typer.echo", "typer.secho", "warnings.warn"):
+        if called in CALLED:
             return called
     return None
 

@@ -102,7 +102,7 @@ def test_a_run_leaves_lora_metrics_settings_checkpoint_and_curves(train: Trainer
 
 
 def test_the_saved_settings_repeat_the_run_bit_for_bit(train: Trainer) -> None:
-    first = train(settings=EVERYTHING_RANDOM)
+    first = train.once(settings=EVERYTHING_RANDOM)
     again = train.folder / "again"
     result = run_training("--config", first / "qwen.yaml", "--set", f"train.output_dir={again}")
     assert result.code == 0, result.stderr
@@ -264,12 +264,9 @@ def test_edit_mask_weight_changes_the_loss_of_the_sample_with_a_mask_alone(train
 # ---- stop and resume -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(
-    built: Callable[..., Path], tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, object]:
-    train = Trainer(built("edit-plus"), tiny_model("edit-plus"), tmp_path_factory.mktemp("uninterrupted"))
-    return outcome(train(settings=EVERYTHING_RANDOM))
+@pytest.fixture
+def uninterrupted(train: Trainer) -> dict[str, object]:
+    return outcome(train.once(settings=EVERYTHING_RANDOM))
 
 
 @pytest.mark.slow

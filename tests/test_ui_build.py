@@ -44,12 +44,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def own(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    monkeypatch.chdir(project)
+@pytest.fixture(scope="module")
+def client(project: Path) -> Iterator[TestClient]:
     with opened(project) as client:
         client.post("/api/queue/pause", json={})
         yield client
+
+
+@pytest.fixture
+def own(client: TestClient, project: Path, monkeypatch: pytest.MonkeyPatch) -> TestClient:
+    """A client of the page whose queue starts nothing; the tests remove the jobs that they start."""
+    monkeypatch.chdir(project)
+    return client
 
 
 def built(project: Path, **given: Any) -> list[str]:

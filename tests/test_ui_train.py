@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +33,39 @@ NAN = math.nan
 # ---- routes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """An opened folder with a cache, a run and an image, beside one that is not opened."""
-    (tmp_path / "project" / "shards").mkdir(parents=True)
-    (tmp_path / "project" / "shards" / "cache.json").write_text("{}", encoding="utf-8")
-    run = write_run(tmp_path / "project" / "out", "train: {max_steps: 9}\nvalidation: {vae_device: cuda:1}\n")
+def write_project(folder: Path) -> Path:
+    """A folder to open with a cache, a run and an image, beside one that is not opened."""
+    (folder / "project" / "shards").mkdir(parents=True)
+    (folder / "project" / "shards" / "cache.json").write_text("{}", encoding="utf-8")
+    run = write_run(folder / "project" / "out", "train: {max_steps: 9}\nvalidation: {vae_device: cuda:1}\n")
     write_image(run, "step-0", prompt="red")
-    write_run(tmp_path / "outside")
-    return tmp_path / "project"
+    write_run(folder / "outside")
+    return folder / "project"
 
 
-@pytest.fixture
-def page(project: Path) -> Iterator[TestClient]:
+@contextmanager
+def paused(project: Path) -> Iterator[TestClient]:
     """A client of the page whose queue starts nothing."""
     with opened(project) as client:
         client.post("/api/queue/pause")
+        yield client
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
+    """For the tests that change no file; they remove the jobs that they start."""
+    with paused(write_project(tmp_path_factory.mktemp("shared"))) as client:
+        yield client
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    return write_project(tmp_path)
+
+
+@pytest.fixture
+def own(project: Path) -> Iterator[TestClient]:
+    with paused(project) as client:
         yield client
 
 
@@ -170,9 +188,9 @@ def test_urls_are_no_paths(page: TestClient) -> None:
     assert "s3://bucket/cache" in command(page, cache__path="s3://bucket/cache")["line"]
 
 
-def test_a_second_run_in_a_folder_is_refused_while_the_first_waits(page: TestClient, project: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_while_the_first_waits(own: TestClient, project: Path) -> None:
     body = {"changes": {"train.output_dir": "new"}, "devices": ["cpu"]}
-    job = page.post("/api/train/start", json=body).json()
+    job = own.post("/api/train/start", json=body).json()
     assert (job["kind"], job["state"], job["devices"], job["about"]) == (
         "train",
         "queued",
@@ -181,11 +199,11 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_waits(page: TestCli
     )
     (project / "link").symlink_to("new")
     for name in ("new", "./new/", "link"):
-        again = page.post("/api/train/start", json={"changes": {"train.output_dir": name}, "devices": ["cpu"]})
+        again = own.post("/api/train/start", json={"changes": {"train.output_dir": name}, "devices": ["cpu"]})
         assert again.status_code == 409, name
         assert "waits in the queue" in again.json()["error"]
-    page.post(f"/api/jobs/{job['id']}/remove")
-    assert page.post("/api/train/start", json=body).status_code == 200
+    own.post(f"/api/jobs/{job['id']}/remove")
+    assert own.post("/api/train/start", json=body).status_code == 200
 
 
 def test_a_run_resumes_on_the_devices_that_it_had(page: TestClient) -> None:
@@ -233,6 +251,7 @@ def test_prompts_are_encoded_by_a_job(page: TestClient) -> None:
         "qwen-cache build --only-validation --out shards --set 'validation.prompts=[\"a cat\"]' "
         "--vae-device cpu --text-device cpu"
     )
+    page.post(f"/api/jobs/{job['id']}/remove")
 
 
 @pytest.mark.parametrize(
@@ -246,13 +265,13 @@ def test_prompts_are_encoded_by_a_job(page: TestClient) -> None:
     ],
 )
 def test_prompts_are_encoded_into_opened_folders_alone(
-    page: TestClient, project: Path, changes: dict[str, object]
+    own: TestClient, project: Path, changes: dict[str, object]
 ) -> None:
     (project / "linked").symlink_to(project.parent)
-    answer = page.post("/api/train/encode", json={"changes": changes})
+    answer = own.post("/api/train/encode", json={"changes": changes})
     assert answer.status_code == 403
     assert "is outside the opened folders" in answer.json()["error"]
-    assert page.get("/api/jobs").json()["jobs"] == []
+    assert own.get("/api/jobs").json()["jobs"] == []
 
 
 @pytest.mark.parametrize(
@@ -271,26 +290,26 @@ def test_no_section_hides_a_setting(page: TestClient, changes: dict[str, object]
         assert (answer.status_code, answer.json()["error"]) == (422, "this is a section, not a setting")
 
 
-def test_a_run_is_shown_by_its_folder(page: TestClient, project: Path) -> None:
-    (found,) = page.get("/api/train/runs").json()["runs"]
+def test_a_run_is_shown_by_its_folder(own: TestClient, project: Path) -> None:
+    (found,) = own.get("/api/train/runs").json()["runs"]
     assert {key: found[key] for key in ("folder", "running", "step", "max_steps", "loss", "checkpoint", "report")} == {
         "folder": "out", "running": False, "step": 3, "max_steps": 9, "loss": 1 / 3, "checkpoint": None, "report": "",
     }  # fmt: skip
-    curves = page.get("/api/train/curves", params={"folder": "out", "smoothing": 0}).json()
+    curves = own.get("/api/train/curves", params={"folder": "out", "smoothing": 0}).json()
     assert curves["series"]["loss"]["values"] == curves["series"]["loss_smoothed"]["values"] == [1, 1 / 2, 1 / 3]
-    same = page.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
+    same = own.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
     assert "series" not in same
     with (project / "out" / METRICS_NAME).open("a", encoding="utf-8") as file:
         file.write('{"step": 4, "loss": 9}\n')
-    more = page.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
+    more = own.get("/api/train/curves", params={"folder": "out", "smoothing": 0, "version": curves["version"]}).json()
     assert more["series"]["loss"]["values"][-1] == 9
-    listed = page.get("/api/train/images", params={"folder": "out"}).json()
-    assert "samples" not in page.get("/api/train/images", params={"folder": "out", "version": listed["version"]}).json()
+    listed = own.get("/api/train/images", params={"folder": "out"}).json()
+    assert "samples" not in own.get("/api/train/images", params={"folder": "out", "version": listed["version"]}).json()
     image = {"folder": "out", "path": listed["samples"][0]["steps"][0]["images"][0]["path"]}
-    whole, small = (page.get("/api/train/image", params={**image, "size": size}) for size in (0, 100))
+    whole, small = (own.get("/api/train/image", params={**image, "size": size}) for size in (0, 100))
     assert (whole.headers["content-type"], small.headers["content-type"]) == ("image/png", "image/jpeg")
     assert whole.content == (project / "out" / "validation" / "step-0" / f"{KEY}.png").read_bytes()
-    assert page.get("/api/train/places").json() == {
+    assert own.get("/api/train/places").json() == {
         "caches": ["shards"],
         "models": [],
         "out": "out-2",
@@ -298,17 +317,17 @@ def test_a_run_is_shown_by_its_folder(page: TestClient, project: Path) -> None:
     }
 
 
-def test_the_report_of_a_run_is_served_in_a_sandbox(page: TestClient, project: Path) -> None:
+def test_the_report_of_a_run_is_served_in_a_sandbox(own: TestClient, project: Path) -> None:
     (project / "out" / "report.html").write_text("<p>a run", encoding="utf-8")
-    (found,) = page.get("/api/train/runs").json()["runs"]
-    answer = page.get(found["report"])
+    (found,) = own.get("/api/train/runs").json()["runs"]
+    answer = own.get(found["report"])
     assert answer.text == "<p>a run"
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("sandbox ")
     assert "'self'" not in policy  # nor reads it what other pages show
     (project / "out" / "report.html").unlink()
     (project / "out" / "report.html").symlink_to(project / "out" / "qwen.yaml")
-    assert page.get(found["report"]).status_code == 404
+    assert own.get(found["report"]).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["../outside", "shards", "nothing", "", "a\0b", "/etc"])

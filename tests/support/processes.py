@@ -3,7 +3,8 @@
 A fork server, which runs this file, has imported all that our programs import, and forks a child for each. It computes
 nothing and has one thread: after a backward pass, or with threads, a fork of torch hangs, because the child lacks the
 threads that the parent's pools and locks know. Its children are not those of the tests, so it waits for them, and tells
-how they ended and how much CPU time it and they took.
+how they ended and how much CPU time they took. The first worker of pytest that needs it starts it for all of them; it
+ends with the last.
 
 `popen` and `run` are those of `subprocess`. What a fork cannot do starts truly: other programs, options of Python, and
 an environment that differs in what is read when Python or a library starts. A test has to say `fresh=True` (or use
@@ -21,6 +22,7 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,8 @@ from os.path import abspath
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from filelock import FileLock
 
 from .paths import ROOT
 from .waiting import HANG
@@ -75,6 +79,10 @@ READ_WHEN_USED = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME
 """huggingface_hub derives its folder from the last at import, but uses it only online, where tests set HF_HOME too."""
 OPTIONS = {"cwd", "creationflags", "encoding", "start_new_session", "stderr", "stdin", "stdout", "text"}
 """Of `subprocess.Popen`, those that a fork has too."""
+GREETING = struct.Struct("qd")
+"""The fork server's number, and the CPU time of its imports for the process that started it."""
+ALONE = 1.0
+"""Seconds after which a fork server ends that no process is connected to: workers do not all start at once."""
 PROGRAMS = [str(Path(sys.executable).with_name(name)) for name in ("qwen-cache", "qwen-train")]
 
 
@@ -82,13 +90,12 @@ PROGRAMS = [str(Path(sys.executable).with_name(name)) for name in ("qwen-cache",
 
 
 class ForkServer:
-    """The fork server of this process, which starts with the first program."""
+    """The fork server whose address is in `folder`, as this process sees it; it starts with the first program."""
 
-    def __init__(self, imported: Sequence[str]) -> None:
-        self.imported, self.environment = imported, dict(os.environ)
-        self.cpu_seconds = 0.0
-        """User and system time of its imports, and of its finished children."""
-        self.process: subprocess.Popen[bytes] | None = None
+    def __init__(self, imported: Sequence[str], folder: Path) -> None:
+        self.imported, self.folder, self.environment = imported, folder, dict(os.environ)
+        self.pid = 0
+        self.control: socket.socket | None = None
 
     def can_fork(self, argv: Sequence[str], environment: Mapping[str, str], options: Mapping[str, object]) -> bool:
         """True if the program cannot tell a fork from a start."""
@@ -101,41 +108,68 @@ class ForkServer:
 
     def fork(self, program: tuple[object, ...], descriptors: list[int]) -> Connection:
         """Over which the child's number comes, and at its end its exit code; with either, the CPU time."""
-        if self.process is None:
-            self.control, theirs = socket.socketpair()
-            with theirs:
-                command = [sys.executable, "-m", __name__, *self.imported]
-                environment = self.environment | WITHOUT_THREADS
-                self.process = subprocess.Popen(
-                    command, cwd=ROOT, env=environment, stdin=theirs, stdout=subprocess.DEVNULL
-                )
+        if self.control is None:
+            with FileLock(self.folder / "fork_server.lock"):
+                self.control = self._found() or self._started()
         ours, to_child = Pipe()
         with to_child:
             socket.send_fds(self.control, [b"\0"], [*descriptors, to_child.fileno()])
         ours.send(program)
         return ours
 
+    def _found(self) -> socket.socket | None:
+        """Connected to the one that runs; None if there is none, or the last of its processes has just left."""
+        control = socket.socket(socket.AF_UNIX)
+        with suppress(OSError, struct.error):
+            control.connect((self.folder / "fork_server").read_text(encoding="utf-8"))
+            self.pid, seconds = GREETING.unpack(control.recv(GREETING.size))
+            _count(seconds)
+            return control
+        control.close()
+        return None
+
+    def _started(self) -> socket.socket:
+        """Connected to a new one, which is no child of this process and may outlive it."""
+        with socket.socket(socket.AF_UNIX) as listener:
+            address = str(Path(tempfile.mkdtemp()) / "s")  # a short one: it has at most 107 bytes
+            listener.bind(address)
+            listener.listen()
+            environment = self.environment | WITHOUT_THREADS
+            command = [sys.executable, "-m", __name__, *self.imported]
+            subprocess.run(
+                command, cwd=ROOT, env=environment, stdin=listener, stdout=subprocess.DEVNULL, check=True, timeout=HANG
+            )
+        (self.folder / "fork_server").write_text(address, encoding="utf-8")
+        control = self._found()
+        assert control, "the fork server ended"
+        return control
+
     def received(self, connection: Connection) -> int:
         number, seconds = connection.recv()
-        self.cpu_seconds = max(self.cpu_seconds, seconds)
+        _count(seconds)
         return int(number)
 
     def close(self) -> None:
-        """End it. Its CPU time is then that of a finished child of this process."""
-        if self.process:
+        if self.control:
             self.control.close()
-            self.process.wait()
-            self.process, self.cpu_seconds = None, 0.0
+            self.control = None
 
 
 _server: ForkServer | None = None
+_forked = 0.0
+"""User and system time of finished children, and of the imports of fork servers that this process started."""
+
+
+def _count(seconds: float) -> None:
+    global _forked
+    _forked += seconds
 
 
 @contextmanager
-def forking(imported: Sequence[str] = IMPORTED) -> Iterator[ForkServer]:
-    """Fork inside the block the programs that have the environment of now."""
+def forking(folder: Path, imported: Sequence[str] = IMPORTED) -> Iterator[ForkServer]:
+    """Fork inside the block the programs that have the environment of now; processes with one folder share a server."""
     global _server
-    before, _server = _server, ForkServer(imported)
+    before, _server = _server, ForkServer(imported, folder)
     server = _server
     try:
         yield server
@@ -145,8 +179,8 @@ def forking(imported: Sequence[str] = IMPORTED) -> Iterator[ForkServer]:
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process, its finished children and those of the fork server."""
-    return sum(os.times()[:4]) + (_server.cpu_seconds if _server else 0)
+    """User and system time of this process, its finished children, and those that the fork server forked for it."""
+    return sum(os.times()[:4]) + _forked
 
 
 class Forked(subprocess.Popen[Any]):
@@ -214,7 +248,9 @@ def run(
 
 
 def serve(imported: Sequence[str]) -> list[str]:
-    """Fork a child for each message until the tests end; returns in the children, with their program."""
+    """Fork a child for each message until all workers have ended; returns in the children, with their program."""
+    if os.fork():
+        os._exit(0)
     from qwen_cache.options import quiet_libraries
 
     quiet_libraries()  # before they are imported, as in our programs
@@ -222,45 +258,57 @@ def serve(imported: Sequence[str]) -> list[str]:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that no collection copies what is shared
-    control, children = socket.socket(fileno=0), dict[int, Connection]()
+    listener, clients, children = socket.socket(fileno=0), list[socket.socket](), dict[int, Connection]()
+    imports = sum(os.times()[:2])
     child_ended, by_signal = socket.socketpair()
     by_signal.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(by_signal.fileno())
     while True:
-        ready, _, _ = select.select([control, child_ended], [], [])
+        ready, _, _ = select.select([listener, child_ended, *clients], [], [], None if clients else ALONE)
         if child_ended in ready:
             child_ended.recv(1000)
             _send_ends(children)
-        elif descriptors := socket.recv_fds(control, 1, 4)[1]:
+        elif listener in ready:
+            clients.append(listener.accept()[0])
+            clients[-1].send(GREETING.pack(os.getpid(), imports))
+            imports = 0.0
+        elif not ready:
+            address = Path(listener.getsockname())
+            address.unlink()
+            address.parent.rmdir()
+            os._exit(0)
+        elif descriptors := socket.recv_fds(ready[0], 1, 4)[1]:
             *streams, number = descriptors
             connection = Connection(number)
             if pid := os.fork():
                 children[pid] = connection
-                _send(connection, pid)
+                _send(connection, pid, 0.0)
                 for stream in streams:
                     os.close(stream)
             else:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                control.detach()  # the child's standard input takes its number
-                for each in (child_ended, by_signal, *children.values()):
+                listener.detach()  # the child's standard input takes its number
+                for each in (child_ended, by_signal, *clients, *children.values()):
                     each.close()
                 return _become(connection, streams)
         else:
-            os._exit(0)
+            clients.remove(ready[0])
+            ready[0].close()
 
 
 def _send_ends(children: dict[int, Connection]) -> None:
-    while children and (found := os.waitpid(-1, os.WNOHANG))[0]:
-        connection = children.pop(found[0])
-        _send(connection, os.waitstatus_to_exitcode(found[1]))
+    while children and (found := os.wait4(-1, os.WNOHANG))[0]:
+        pid, status, usage = found
+        connection = children.pop(pid)
+        _send(connection, os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime)
         connection.close()
 
 
-def _send(connection: Connection, number: int) -> None:
+def _send(connection: Connection, number: int, seconds: float) -> None:
     with suppress(OSError):  # nobody waits for this child
-        connection.send((number, sum(os.times()[:4])))
+        connection.send((number, seconds))
 
 
 def _become(connection: Connection, streams: list[int]) -> list[str]:

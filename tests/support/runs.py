@@ -74,6 +74,10 @@ def run_training(*arguments: str | Path, page: bool = False) -> Result:
         return run("qwen-train", "run", *arguments)
 
 
+RUNS: dict[str, Path] = {}
+"""The output folders of runs that tests share."""
+
+
 class Trainer:
     """`qwen-train run` on the small cache, with settings by their dotted names."""
 
@@ -97,6 +101,13 @@ class Trainer:
         result = self.try_(*options, **changes)
         assert result.code == 0, result.stderr
         return self.folder / str(changes.get("out", "out"))
+
+    def once(self, **changes: Any) -> Path:
+        """The output folder of a run that works, made for the first test of this process; the tests only read it."""
+        key = repr((self.cache, self.model, changes))
+        if key not in RUNS:
+            RUNS[key] = self(out=f"run-{len(RUNS)}", **changes)
+        return RUNS[key]
 
     def config(self, **changes: Any) -> Config:
         _, cache, _, model, *assignments = self.arguments(**changes)

@@ -49,10 +49,12 @@ def check(card: Card) -> None:
 
 def gpu_tests() -> list[str]:
     """The tests with the decorator, as arguments of pytest."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
     return [
         f"{path.relative_to(ROOT)}::{node.name}"
-        for path in sorted((ROOT / "tests").rglob("test_*.py"))
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path, text in texts.items()
+        if "torch.cuda" in text
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.FunctionDef)
         and any(SKIPPED_WITHOUT in ast.unparse(decorator) for decorator in node.decorator_list)
     ]

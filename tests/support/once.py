@@ -1,0 +1,64 @@
+"""Work that many tests repeat, done once per process: reading an index, and loading a model that nothing changes.
+
+Nothing is kept of what fails. An index is known by its bytes, and its table cannot be changed. A model is known by its
+class, its files and all that is asked of it; each test gets a copy of its own, in half the time that loading takes.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+MODELS, INDEX = 24, 1 << 20
+"""The number of models that are kept, of a few megabytes each, and the most bytes of an index that is."""
+BASES = {"diffusers.models.modeling_utils": "ModelMixin", "transformers.modeling_utils": "PreTrainedModel"}
+
+
+@contextmanager
+def once() -> Iterator[None]:
+    """Do both once inside the block; models only of the libraries that tests have imported by now."""
+    from qwen_cache.format import directory
+
+    read, models = directory.read_index, dict[str, Any]()
+    read_once = lru_cache(64)(read)
+
+    def read_index(data: Any, *rest: Any) -> Any:
+        return read_once(bytes(data), *rest) if len(data) < INDEX else read(data, *rest)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(directory, "read_index", read_index))
+        for base in [getattr(sys.modules[module], name) for module, name in BASES.items() if module in sys.modules]:
+            stack.enter_context(patch.object(base, "from_pretrained", _remembering(base, models)))
+        yield
+
+
+def _remembering(base: Any, models: dict[str, Any]) -> Any:
+    """`from_pretrained` of unquantised models for `qwen_cache.models.loading`, which alone asks what was loaded."""
+    import torch
+
+    load = base.from_pretrained.__func__
+
+    def from_pretrained(kind: type[Any], folder: Any, *rest: Any, **options: Any) -> Any:
+        if not options.get("output_loading_info") or "quantization_config" in options:
+            return load(kind, folder, *rest, **options)
+        stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
+        files = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+        asked = {name: getattr(value, "to_json_string", value.__repr__)() for name, value in options.items()}
+        key = repr((kind, str(folder), rest, asked, files, torch.get_default_dtype(), torch.get_default_device()))
+        if key not in models:
+            loaded = load(kind, folder, *rest, **options)
+            if getattr(loaded[0], "hf_quantizer", None):
+                return loaded
+            if len(models) == MODELS:
+                del models[next(iter(models))]
+            models[key] = copy.deepcopy(loaded)
+            return loaded
+        return copy.deepcopy(models[key])
+
+    return classmethod(from_pretrained)
