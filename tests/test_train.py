@@ -631,7 +631,7 @@ def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer)
     assert result.code == 0, result.stderr
     transformer = json.loads((train.model / "transformer" / "config.json").read_text(encoding="utf-8"))
     config, batches = train.config(train__batch_size=2), train.batches(train__batch_size=2)
-    memory = predict_memory(transformer, config, largest_batch(batches)[0], "cpu")
+    memory = predict_memory(transformer, config, largest_batch(batches.cache, batches.config, batches)[0], "cpu")
     named = {"frozen weights": memory.weights, "trained weights": memory.trained, "gradients": memory.gradients}
     named |= {"optimizer": memory.optimizer, "activations": memory.activations}
     assert sum(named.values()) == memory.total
