@@ -14,6 +14,7 @@ import torch
 from qwen_cache.encode import build as encode_build
 from qwen_cache.encode import preflight
 from qwen_cache.encode.components import DeviceMemory, TextWork
+from qwen_cache.encode.memory import text_memory
 from qwen_cache.encode.simulated import text_lane, vae_lane
 from qwen_cache.models.hardware import FRAGMENTATION, RESERVED, Placement, piece_sizes
 from qwen_cache.terminal import human_bytes
@@ -84,6 +85,25 @@ def test_weights_are_those_of_the_published_sizes(kind: Any, per_weight: float) 
     each = 28 * sum(piece_sizes(2 * (LAYER + BIASES_AND_NORMS)))
     assert offloaded.host == pytest.approx(each + 2 * (VISION + TABLE), rel=0.01)
     assert offloaded.activations == whole.activations
+
+
+@pytest.mark.parametrize(
+    ("images", "placement"), [(((384, 384), (320, 448)), Placement("int8")), slow((), Placement(offload=True))]
+)
+def test_one_measurement_is_for_prompts_of_any_length(
+    images: Any, placement: Placement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the real text encoder, against a pass of that length; only other images are measured again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    text_memory.cache_clear()
+    for tokens in (3, 90, 1200):
+        work = TextWork(images, tokens)
+        found = text_memory(SEVEN_B, work, "bfloat16", placement, partial=True)
+        assert found == text_lane(SEVEN_B, work, torch.bfloat16, placement, partial=True)
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+    text_memory(SEVEN_B, TextWork(((448, 448),), 90), "bfloat16", placement, partial=True)
+    assert len(list(tmp_path.rglob("*.json"))) == 2
+    text_memory.cache_clear()
 
 
 # ---- what a build says -----------------------------------------------------------------------------------------------

@@ -155,7 +155,8 @@ def test_terminal_and_page_agree_with_json(mixed: Path, tmp_path: Path) -> None:
 
 def test_beside_a_page_only_the_flags_are_printed(mixed: Path, tmp_path: Path) -> None:
     lines = run("qwen-cache", "inspect", mixed, "--html", tmp_path / "page.html").stdout.splitlines()
-    assert lines[1:] == ["default: no flags"]
+    assert lines[-1] == "default: no flags"
+    assert len(lines) <= 3, "and one line about the cache, which may be wrapped"
 
 
 def test_a_terminal_with_colours_shows_the_images_of_a_sample(

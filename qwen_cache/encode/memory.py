@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, astuple
+from dataclasses import asdict, astuple, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +45,38 @@ def vae_memory(config: str, image: Size | None, dtype: str) -> Component:
 def text_memory(
     config: str, work: TextWork, dtype: str, placement: Placement = WHOLE, *, partial: bool = False
 ) -> Component:
-    """`text_lane`, remembered; the dtype by its name."""
+    """`text_lane`, remembered for any number of tokens; the dtype by its name."""
 
-    def measure() -> Component:
+    def measure() -> dict[str, Any]:
+        from qwen_cache.encode.simulated import text_pieces
+        from qwen_cache.models.devices import torch_dtype
+
+        found, pieces = text_pieces(config, work, torch_dtype(dtype), placement, partial=partial)
+        return {"component": asdict(found), "pieces": pieces}
+
+    def measure_whole() -> Component:
         from qwen_cache.encode.simulated import text_lane
         from qwen_cache.models.devices import torch_dtype
 
         return text_lane(config, work, torch_dtype(dtype), placement, partial=partial)
 
-    what = {"what": "the text encoder's lane", "config": json.loads(config), "work": astuple(work), "dtype": dtype}
-    return component(what | {"placement": astuple(placement), "partial": partial}, measure)
+    of_any_length = {"images": work.images, "in one pass": work.in_one_pass}
+    key = {"what": "the text encoder's lane", "config": json.loads(config), "dtype": dtype, "partial": partial}
+    key |= {"placement": astuple(placement)}
+    found = _remembered(key | of_any_length, measure)
+    if not found["pieces"]:
+        return component(key | {"work": astuple(work)}, measure_whole)
+    peak = max(slope * work.tokens + constant for slope, constant in found["pieces"])
+    return replace(Component(**found["component"]), activations=round(peak))
 
 
 def component(key: dict[str, Any], measure: Callable[[], Component]) -> Component:
     """The component that `measure` returns, or returned for this key with the same libraries and code."""
-    whole = {**key, "versions": versions(LIBRARIES), "code": _code()}
-    return Component(**measured(whole, lambda: asdict(measure())))
+    return Component(**_remembered(key, lambda: asdict(measure())))
+
+
+def _remembered(key: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    return dict(measured({**key, "versions": versions(LIBRARIES), "code": _code()}, measure))
 
 
 @functools.cache

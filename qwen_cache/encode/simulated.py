@@ -10,8 +10,10 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -19,7 +21,7 @@ from transformers import DynamicCache
 from qwen_cache.encode.components import Component, TextWork, grid_of
 from qwen_cache.encode.text import select_rows
 from qwen_cache.encode.vae import VaeThatFits, encoder_parts, for_single_frames, latent_space, supported_vae
-from qwen_cache.models.devices import ALIGNMENT, bytes_of, peak_of
+from qwen_cache.models.devices import ALIGNMENT, bytes_of, course_of, peak_of
 from qwen_cache.models.encoders import MODELS, batch_windows, model_config
 from qwen_cache.models.hardware import ON_DEVICE, WHOLE, Placement, piece_sizes
 from qwen_cache.models.loading import explained, from_config
@@ -29,6 +31,10 @@ from qwen_cache.sources.sizes import Size
 CHANNELS = {"RGB": 3, "RGBA": 4}
 TEXT_ENCODER = "text_encoder/config.json"
 FRAME = 80  # tokens before the last image: the system message, 64 in the 20B family, and what names the images
+TOKENS = 64, 128
+"""The lengths of the prompts that are measured."""
+ASKED = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""The lengths for which pieces are kept; between them the peak is convex."""
 ROWS = 2  # prompts after the images in one pass: that of the sample and the empty one
 
 
@@ -73,6 +79,32 @@ def text_lane(
 
     `partial` says whether weights wait in host memory: `placement.is_partial` of the device.
     """
+    model, component = _placed(config, dtype, placement, partial=partial)
+    return replace(component, activations=peak_of(_passes(model, work, dtype), model))
+
+
+def text_pieces(
+    config: str, work: TextWork, dtype: torch.dtype, placement: Placement, *, partial: bool
+) -> tuple[Component, list[list[float]]]:
+    """`text_lane` for any number of tokens of the prompt: without activations, whose pieces are bytes per token and a
+    constant. There are none if a longer prompt takes other tensors.
+
+    Every tensor is linear in these tokens, so the live bytes at each moment are too, and the peak is the largest.
+    """
+    model, component = _placed(config, dtype, placement, partial=partial)
+    few, more = (
+        np.array(course_of(_passes(model, replace(work, tokens=tokens), dtype), model), float) for tokens in TOKENS
+    )
+    if len(few) != len(more):
+        return component, []
+    slopes = (more - few) / (TOKENS[1] - TOKENS[0])
+    constants = few - TOKENS[0] * slopes
+    of_peak = {int((each * slopes + constants).argmax()) for each in ASKED}
+    return component, sorted([float(slopes[i]), float(constants[i])] for i in of_peak)
+
+
+def _placed(config: str, dtype: torch.dtype, placement: Placement, *, partial: bool) -> tuple[Any, Component]:
+    """The text encoder, and its bytes without activations."""
     values, quantization, skip = json.loads(config), placement.quantization, ()
     if placement.loaded_quantised:
         quantization, skip = "int8", values["quantization_config"]["modules_to_not_convert"]
@@ -92,7 +124,7 @@ def text_lane(
         stacks = [[_layer_bytes(block) for block in model.visual.blocks], *([layers] if placement.offload else [])]
         weights += sum(min(ON_DEVICE, len(stack)) * max(stack) - sum(stack) for stack in stacks) - table
         host = table + sum(sum(piece_sizes(size)) for stack in stacks for size in stack)
-    return Component(weights, peak_of(_passes(model, work, dtype), model), largest, host=host)
+    return model, Component(weights, 0, largest, host=host)
 
 
 def _passes(model: Any, work: TextWork, dtype: torch.dtype) -> Any:

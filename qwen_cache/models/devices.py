@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -457,6 +458,43 @@ class LiveBytes(TorchDispatchMode):
 
     def _free(self, storage: int) -> None:
         self.now -= self.sizes.pop(storage)
+
+
+class Course(LiveBytes):  # type: ignore[no-untyped-call]
+    """The live bytes after every change."""
+
+    def __init__(self, known: Sequence[Tensor]) -> None:
+        super().__init__(known)
+        self.after: list[int] = [0]
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        super()._add(storage)
+        self.after.append(self.now)
+
+    def _free(self, storage: int) -> None:
+        super()._free(storage)
+        self.after.append(self.now)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Free tensors only where their last reference ends: the moment of a collection is not that of the program."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def course_of(run: Callable[[], object], *known: nn.Module) -> list[int]:
+    """The bytes that `run` holds on "meta" after every change, counted like `peak_of`."""
+    weights = [tensor for module in known for tensor in (*module.parameters(), *module.buffers())]
+    with without_collections(), torch.inference_mode(), Course(weights) as live, FlashAttention():
+        run()
+    after: list[int] = live.after
+    return after
 
 
 def _without_data(value: Any) -> Any:

@@ -5,9 +5,7 @@ The real transformer runs on torch's device "meta", with the adapter and the ker
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from qwen_cache.format.sample import token_count
-from qwen_cache.models.devices import LiveBytes, flash_attention
+from qwen_cache.models.devices import Course, LiveBytes, flash_attention, without_collections
 from qwen_cache.models.family import Family, family_of_transformer
 from qwen_cache.models.loading import from_config
 from qwen_cache.models.quantization import QuantizedLinear
@@ -265,34 +263,6 @@ def held_between_steps(model: Any, sample: SampleSize, settings: Config, family:
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-class Course(LiveBytes):  # type: ignore[no-untyped-call]
-    """The live bytes after every change."""
-
-    def __init__(self, known: Sequence[Tensor]) -> None:
-        super().__init__(known)
-        self.after: list[int] = [0]
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        super()._add(storage)
-        self.after.append(self.now)
-
-    def _free(self, storage: int) -> None:
-        super()._free(storage)
-        self.after.append(self.now)
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Free tensors only where their last reference ends: the moment of a collection is not that of the program."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def measure_depth(
     transformer: dict[str, Any],
     settings: Config,
@@ -317,7 +287,7 @@ def measure_depth(
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
     def course(batch: Sequence[SampleSize]) -> list[int]:
-        with _without_collections(), Course(list(model.parameters())) as live:
+        with without_collections(), Course(list(model.parameters())) as live:
             if what == "step":
                 run_step(model, batch, settings.train, family)
             else:

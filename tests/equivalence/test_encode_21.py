@@ -117,8 +117,8 @@ def test_another_transformers_that_normalises_elsewhere_is_refused(
     model = open_model(str(tiny_model("qwen-image-21")), ENCODER_PARTS)
     stock = text.load_text_encoder
 
-    def load(folder: Path, dtype: torch.dtype) -> Any:
-        encoder = stock(folder, dtype)
+    def load(*given: Any) -> Any:
+        encoder = stock(*given)
         decoder, forward = encoder.model.language_model, encoder.model.language_model.forward
 
         def normalised(*args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,8 @@ from qwen_train.memory.prediction import predict_memory
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import loading
 from qwen_train.model.compilation import compile_blocks
-from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, check_settings, tabulate, timesteps_from
+from qwen_train.model.combinations import check_tabulation
+from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, tabulate, timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
 from tests.support.commands import refused
@@ -343,7 +344,7 @@ def test_what_a_table_cannot_do_is_refused(train: Trainer, changes: dict[str, An
 )
 def test_a_model_that_has_no_table_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(QwenCacheError, match=message):
-        check_settings(load_config(None, []).train, {**TINY, **config})
+        check_tabulation(load_config(None, []).train, {**TINY, **config})
 
 
 def test_targets_that_are_no_expression_are_left_to_peft(train: Trainer) -> None:
