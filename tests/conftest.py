@@ -105,6 +105,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.set_threshold(20_000)  # in place of 700: most of what it would look through is freed by its reference counts
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor is what a file leaves: our programs look through all there is whenever they free a model."""
+    if nextitem and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 # ---- slow tests, and those for other libraries and systems -----------------------------------------------------------
 
 MARKED = {
