@@ -32,8 +32,8 @@ from qwen_train.lora.adapter import add_lora
 from qwen_train.memory.prediction import predict_memory
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import loading
-from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.combinations import check_tabulation
+from qwen_train.model.compilation import compile_blocks
 from qwen_train.model.loading import TabulatedTransformer2DModel, TimestepRows, tabulate, timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
