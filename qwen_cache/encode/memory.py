@@ -66,7 +66,7 @@ def text_memory(
     found = _remembered(key | of_any_length, measure)
     if not found["pieces"]:
         return component(key | {"work": astuple(work)}, measure_whole)
-    peak = max(slope * work.tokens + constant for slope, constant in found["pieces"])
+    peak = max(a * work.tokens**2 + b * work.tokens + c for a, b, c in found["pieces"])
     return replace(Component(**found["component"]), activations=round(peak))
 
 

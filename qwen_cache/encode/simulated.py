@@ -31,10 +31,10 @@ from qwen_cache.sources.sizes import Size
 CHANNELS = {"RGB": 3, "RGBA": 4}
 TEXT_ENCODER = "text_encoder/config.json"
 FRAME = 80  # tokens before the last image: the system message, 64 in the 20B family, and what names the images
-TOKENS = 64, 128
+TOKENS = 64, 128, 256
 """The lengths of the prompts that are measured."""
 ASKED = (1, 8, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-"""The lengths for which pieces are kept; between them the peak is convex."""
+"""The lengths for which pieces are kept."""
 ROWS = 2  # prompts after the images in one pass: that of the sample and the empty one
 
 
@@ -86,21 +86,19 @@ def text_lane(
 def text_pieces(
     config: str, work: TextWork, dtype: torch.dtype, placement: Placement, *, partial: bool
 ) -> tuple[Component, list[list[float]]]:
-    """`text_lane` for any number of tokens of the prompt: without activations, whose pieces are bytes per token and a
-    constant. There are none if a longer prompt takes other tensors.
+    """`text_lane` for any number of tokens of the prompt: without activations, whose pieces are the coefficients of
+    polynomials. There are none if a longer prompt takes other tensors.
 
-    Every tensor is linear in these tokens, so the live bytes at each moment are too, and the peak is the largest.
+    Every tensor is linear in these tokens, or a mask, which is quadratic; so the live bytes at each moment are a
+    polynomial, and the peak is the largest.
     """
     model, component = _placed(config, dtype, placement, partial=partial)
-    few, more = (
-        np.array(course_of(_passes(model, replace(work, tokens=tokens), dtype), model), float) for tokens in TOKENS
-    )
-    if len(few) != len(more):
+    courses = [course_of(_passes(model, replace(work, tokens=tokens), dtype), model) for tokens in TOKENS]
+    if len(set(map(len, courses))) > 1:
         return component, []
-    slopes = (more - few) / (TOKENS[1] - TOKENS[0])
-    constants = few - TOKENS[0] * slopes
-    of_peak = {int((each * slopes + constants).argmax()) for each in ASKED}
-    return component, sorted([float(slopes[i]), float(constants[i])] for i in of_peak)
+    moments = np.linalg.solve(np.vander(TOKENS).astype(float), np.array(courses, float)).round(6)
+    of_peak = (np.vander(ASKED, len(TOKENS)) @ moments).argmax(axis=1)
+    return component, np.unique(moments.T[of_peak], axis=0).tolist()
 
 
 def _placed(config: str, dtype: torch.dtype, placement: Placement, *, partial: bool) -> tuple[Any, Component]:
@@ -112,6 +110,7 @@ def _placed(config: str, dtype: torch.dtype, placement: Placement, *, partial: b
     kind = MODELS[settings.model_type]
     with torch.device("meta"), explained(kind.__name__, TEXT_ENCODER):
         model = in_dtype(kind(settings).model, dtype)
+    batch_windows(model.visual)
     weights, host = bytes_of(model), 0
     weights -= sum(map(bytes_of, model.language_model.layers))
     if quantization != "none":
@@ -129,7 +128,6 @@ def _placed(config: str, dtype: torch.dtype, placement: Placement, *, partial: b
 
 def _passes(model: Any, work: TextWork, dtype: torch.dtype) -> Any:
     """The passes that the text encoder makes for a sample."""
-    batch_windows(model.visual)
     tower, language_model = model.visual, model.language_model
     width = language_model.config.hidden_size
 
