@@ -714,11 +714,11 @@ def open_model(
 
 def find_here(name: str, components: Sequence[str], revision: str | None = None) -> Path | None:
     """The folder of a model whose `components` are all on this machine; None if one is not. Nothing is downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     path = Path(name)
     if not path.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
         try:
             path = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError, OSError):

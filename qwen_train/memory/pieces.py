@@ -41,6 +41,8 @@ CODE_OF_MODELS = ("devices.py", "hardware.py", "loading.py", "quantization.py", 
 PUBLISHED = Path(__file__).parent / "published.json"
 """Entries of the published models, written by tools/make_pieces.py."""
 PRODUCTS_IN_8_BITS = ("int8_convrot", "fp8_w8a8")
+LARGE_IN_8_BITS = 2048
+"""Tokens from which the rows that 8-bit products add, up to 31, are less than 2 %; smaller batches are measured."""
 IN_EVERY_BLOCK = re.compile(r"all-linear|(?!transformer_blocks)[a-z_]\w*(\.\w+)*")
 """A target module, or a pattern of ranks, that is the same in every block: the end of a name, such as attn.to_q."""
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -203,8 +205,9 @@ def _peaks(
     _, settings = _restored(key)
     train, found = settings.train, None
     parts = Parts.of(batch, train.noise_draws if what == "step" else 1, family)
-    if is_linear(family, key):
-        in_8_bits = train.method == "lora" and kind_of(transformer, settings) in PRODUCTS_IN_8_BITS
+    in_8_bits = train.method == "lora" and kind_of(transformer, settings) in PRODUCTS_IN_8_BITS
+    is_small = in_8_bits and sum(parts[:3]) < LARGE_IN_8_BITS
+    if is_linear(family, key) and not is_small:
         kind = BatchKind.of(batch, train, family, in_8_bits=in_8_bits)
         found = _recall({**key, "what": what, "kind": asdict(kind)}, lambda: measure(key, what, kind))
     if found is None or any(each["pieces"] is None for each in found):
