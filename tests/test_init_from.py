@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Callable
@@ -434,6 +435,10 @@ WRONG = {
     ),
     "object.yaml": ("job: !!python/object:os.system {}\nconfig: {process: []}", "this is not YAML: "),
     "list.toml": ('datasets = [{image_directory = "a"}, 3]', "this is not what musubi-tuner reads: "),
+    "number.toml": (
+        '[[datasets]]\nimage_directory = "a"\ncontrol_directory = 3.5\n',
+        "this is not what musubi-tuner reads: datasets[0]: a path is text, not 3.5",
+    ),
     "nothing.toml": ("", "this is no configuration of a trainer that is read here"),
     "videos.toml": (
         '[[datasets]]\nvideo_directory = "a"\n',
@@ -458,17 +463,25 @@ def test_other_files_are_refused_by_name(name: str) -> None:
     assert told in message
 
 
+def test_a_pipe_is_not_waited_for() -> None:
+    for name in ("file.yaml", "file.toml", "file.json"):
+        os.mkfifo(name)
+        assert "the file cannot be read (found not a regular file)" in refused(Path(name)).stderr
+
+
 def test_a_value_that_our_settings_refuse_is_not_taken() -> None:
     fill("set/img", prompts=True)
     fill("set/ctl")
     write("dataset.toml", DATASET)
     training = 'dataset_config = "dataset.toml"\nnetwork_module = "networks.lokr"\nnetwork_dropout = 0.1\nseed = -1\n'
-    config, facts = from_(write("train.toml", training + 'learning_rate = "fast"\n'))
+    numbers = "save_every_n_epochs = inf\nmax_train_epochs = nan\nblocks_to_swap = -inf\nnetwork_dim = 1" + "0" * 400
+    config, facts = from_(write("train.toml", training + 'learning_rate = "fast"\n' + numbers))
     assert (config.train.seed, config.train.lora.lora_dropout) == (0, 0.0)
     left = not_taken(facts)
     assert left["seed"].startswith("train.seed does not take it: ")
     assert "is not a setting of this type of adapter" in left["network_dropout"]
-    assert left["learning_rate"] == "this is not a number"
+    for name in ("learning_rate", "save_every_n_epochs", "max_train_epochs", "blocks_to_swap", "network_dim"):
+        assert left[name] == "this is not a number"
 
 
 def test_tables_name_settings_that_exist() -> None:

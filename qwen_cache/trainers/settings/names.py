@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,10 +70,11 @@ def is_on(value: Any) -> bool:
 
 
 def number(value: Any) -> float:
-    """A number, also as text: YAML reads 1e-4 as text."""
-    with suppress(TypeError, ValueError):
+    """A finite number, also as text: YAML reads 1e-4 as text."""
+    with suppress(TypeError, ValueError, OverflowError):
         found = float(value)
-        return int(found) if found.is_integer() and "e" not in str(value).lower() and "." not in str(value) else found
+        if math.isfinite(found):
+            return int(found) if found.is_integer() and not re.search("[e.]", str(value).lower()) else found
     raise NoCounterpartError("this is not a number")
 
 
@@ -227,6 +229,10 @@ class Dataset:
     loss_weight: float = 1.0
     of_weight: tuple[str, Any] | None = None
     """The name and value that the weight is from."""
+
+    def __post_init__(self) -> None:
+        if other := next((each for each in self.folders if not isinstance(each, str)), None):
+            raise TypeError(f"{self.name}: a path is text, not {shown(other)}")
 
     @property
     def folders(self) -> list[str]:

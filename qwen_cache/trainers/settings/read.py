@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError, first_line
-from qwen_cache.settings.load import MAX_BYTES, read_yaml
+from qwen_cache.settings.load import MAX_BYTES, parse_yaml
+from qwen_cache.storage.files import read_file
 from qwen_cache.text import parse_json
 from qwen_cache.trainers.settings import ai_toolkit, musubi, simpletuner
 from qwen_cache.trainers.settings.names import NoCounterpartError, Reading
@@ -59,24 +60,20 @@ def read(file: Path) -> Reading:
 def _value(file: Path) -> Any:
     """The value of a file; ConfigError if it cannot be read as what its name says."""
     kind = file.suffix.lower()
-    if kind in (".yaml", ".yml"):
-        try:
-            return read_yaml(file)
-        except OSError as error:
-            raise ConfigError("the file cannot be read", where=file, found=error.strerror) from error
-    if kind not in (".toml", ".json", ".jsonc"):
+    if kind not in (".yaml", ".yml", ".toml", ".json", ".jsonc"):
         expected = "; or ".join(f"{each.title}'s {each.files}" for each in TRAINERS)
         raise ConfigError("this kind of file is not read", where=file, expected=expected, found=kind or "no extension")
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_BYTES + 1)
+        data = read_file(file, MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError("the file cannot be read", where=file, found=error.strerror) from error
     if len(data) > MAX_BYTES:
         raise ConfigError("the file is too long", where=file, expected=f"at most {MAX_BYTES} bytes")
     try:
         text = data.decode("utf-8-sig")
+        if kind in (".yaml", ".yml"):
+            return parse_yaml(text, file)
         return tomllib.loads(text) if kind == ".toml" else parse_json(text)
     except (ValueError, RecursionError) as error:  # also of the encoding
-        name = "TOML" if kind == ".toml" else "JSON"
+        name = {".toml": "TOML", ".json": "JSON", ".jsonc": "JSON"}.get(kind, "YAML")
         raise ConfigError(f"this is not {name}: {error}", where=file) from None
