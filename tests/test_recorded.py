@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from qwen_cache.settings.load import load_config
 from qwen_cache.storage import remembered
 
+from .support.caches import build
 from .support.commands import Result, refused, run
 from .support.runs import IMAGES, Trainer
 
@@ -102,6 +103,36 @@ def test_every_command_ends_with_the_next_one(train: Trainer) -> None:
     assert "next:" not in run("qwen-train", *commands[2][1:], "--json").stderr
 
 
+@pytest.mark.usefixtures("fast")
+def test_build_ends_with_what_can_be_trained(pairs: Path, tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nothing before there is a cache to train on; all of `train.caches`, if the cache is one of them."""
+
+    def following(out: str, *options: str) -> list[str]:
+        result = build(pairs, Path(out), tiny_model("edit-plus"), *options)
+        assert result.code == 0, result.stderr
+        return result.stderr.partition("next:\n")[2].splitlines()
+
+    assert following("one", "--set", "validation.prompts=[a cat]", "--only-validation") == []
+    assert following("one") == ["  qwen-train plan one", "  qwen-train run one"]
+    named = f"--model {tiny_model('edit-plus')} --set model.revision=v2"
+    assert following("one", "--set", "model.revision=v2")[1] == f"  qwen-train run one {named}"
+    Path("qwen.yaml").write_text("train: {caches: [{path: one}, {path: ./two}]}", encoding="utf-8")
+    assert following("one") == []
+    assert following("two") == ["  qwen-train plan", "  qwen-train run"]
+    assert following("three") == ["  qwen-train plan three", "  qwen-train run three"]
+
+
+def test_the_next_command_names_a_model_that_would_not_be_taken(train: Trainer, tmp_path: Path) -> None:
+    transformer = next((train.model / "transformer").glob("*.safetensors"))
+    others = ("--transformer", str(transformer), "--set", "train.lora.type=oft")
+    after = train.try_(*others, settings=ONE_STEP).stderr.partition("next:\n")[2].splitlines()
+    model = f" --model {train.model} --transformer {transformer}"
+    assert [line.endswith(model) for line in after] == [False, True, True]
+    words = after[2].split()[1:]
+    assert words[2:5] == ["--to", "merged", "--out"]
+    assert run("qwen-train", *words).code == 0
+
+
 def hostile(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["model"]["path"] = "somebody/unknown"
     settings["data"] |= {"source": "https://example.invalid/rows.parquet", "mask_head": str(tmp_path / "pipe")}
@@ -180,6 +211,21 @@ def test_another_transformer_is_trained_and_named(train: Trainer, tmp_path: Path
     assert f"note: {train.cache} was built with {built_with}, and {model} is trained\n" in trained.stderr
     shutil.rmtree(model / "text_encoder")  # a download of what is trained alone
     assert train.try_(out="again").code == 0
+
+
+def test_a_text_encoder_in_a_file_is_not_compared_with_that_of_the_folder(
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remembered, "SETTLED_NS", 0)
+    cache, model = copied(train.cache, tmp_path / "cache"), copied(train.model, tmp_path / "model")
+    path = next((model / "text_encoder").glob("*.safetensors"))
+    save_file({name: tensor + 1 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    rewrite(cache / "qwen.yaml", lambda settings: settings["model"].update(path=str(model)))
+    train.cache, train.model = cache, model
+    refused(train.try_(), "another text encoder")  # which has hashed it
+    refused(without_model(train), "the recorded one has changed", "another text encoder than that of the cache")
+    rewrite(cache / "qwen.yaml", lambda settings: settings["model"].update(text_encoder="a.safetensors"))
+    assert without_model(train).code == 0
 
 
 def test_a_recorded_model_that_is_not_the_same_any_more_is_not_taken(train: Trainer, tmp_path: Path) -> None:

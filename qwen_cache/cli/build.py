@@ -144,10 +144,27 @@ def build(
     work = {"dry_run": dry_run, "check": check, "replace_recipe": replace, "only_validation": only_validation}
     with rehashing(rehash):
         code = run_build(settings, None, ray=ray, at=at, measure=measure, repair=repair, as_json=json, **work)
-    if code == 0 and not (json or dry_run or slice):
-        trained = [settings.cache.path, *(["--config", str(config)] if config else [])]
-        print_next(*(["qwen-train", command, *trained] for command in ("plan", "run")))
+    if code == 0 and not (json or dry_run or slice) and (trained := _to_train(settings)) is not None:
+        file = ["--config", str(config)] if config else []
+        print_next(*(["qwen-train", command, *trained, *file] for command in ("plan", "run")))
     return code
+
+
+def _to_train(settings: Config) -> list[str] | None:
+    """The words behind `qwen-train run` that name the cache, or none if it is one of `train.caches`, and the model.
+
+    None as long as one of these caches is not here: validation alone was built, or another one is still to be built.
+    """
+    from qwen_cache.format.manifest import MANIFEST_NAME
+    from qwen_cache.models.recorded import words_not_recorded
+    from qwen_cache.storage.remote import is_remote, location
+
+    cache, listed = location(settings.cache.path), [location(each.path) for each in settings.train.caches]
+    caches = listed if cache in listed else [cache]
+    if not all(is_remote(each) or (each / MANIFEST_NAME).is_file() for each in caches):
+        return None
+    model = words_not_recorded(settings.model, ("revision", "transformer"))
+    return [*([] if cache in listed else [settings.cache.path]), *model]
 
 
 def run_build(

@@ -26,6 +26,7 @@ from qwen_cache.models.folder import (
     vae_encoder_fingerprint,
 )
 from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, assignment, parse_yaml
+from qwen_cache.settings.sections import ModelConfig
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.terminal import console
@@ -52,6 +53,19 @@ def recorded_model(folder: Location) -> dict[str, str]:
     return {}
 
 
+def model_words(name: str, others: Mapping[str, str]) -> list[str]:
+    """The options of a command that name a model, and these other settings of `model`."""
+    typed = ([f"--{key.replace('_', '-')}", value] for key, value in others.items() if key in FILES)
+    assigned = (["--set", assignment(f"model.{key}", value)] for key, value in others.items() if key not in FILES)
+    return ["--model", name, *chain.from_iterable([*assigned, *typed])]
+
+
+def words_not_recorded(model: ModelConfig, deciding: Sequence[str]) -> list[str]:
+    """The options that name a model to a command that would not take the recorded one; none if it takes it."""
+    others = {key: value for key in deciding if (value := getattr(model, key)) is not None}
+    return model_words(model.path, others) if model.path is not None and others else []
+
+
 def same_model(name: str, other: str) -> bool:
     """True for one repository, or for two paths of one folder."""
     return name == other or (os.path.isdir(name) and os.path.isdir(other) and os.path.samefile(name, other))
@@ -76,11 +90,8 @@ def with_recorded_model(
     if config.model.path is not None or "path" not in recorded:
         return config
     name, file = recorded["path"], plain(folder / CONFIG_NAME)
-    others = [key for key in deciding if key in recorded and getattr(config.model, key) is None]
-    typed = ([f"--{key.replace('_', '-')}", recorded[key]] for key in others if key in FILES)
-    assigned = (["--set", assignment(f"model.{key}", recorded[key])] for key in others if key not in FILES)
-    given = ["--model", name, *chain.from_iterable([*assigned, *typed])]
-    do = f"give {shell_line(given)}, as in {file}, or another model"
+    others = {key: recorded[key] for key in deciding if key in recorded and getattr(config.model, key) is None}
+    do = f"give {shell_line(model_words(name, others))}, as in {file}, or another model"
     if others:
         raise ModelError("no model is named", do=do)
     here = find_here(name, components, config.model.revision)
@@ -89,6 +100,8 @@ def with_recorded_model(
     model = open_model(str(here), ())
     if recipe is not None:
         pipeline = recipe.get("pipeline")
+        if "text_encoder" in recorded:  # whose single file encoded the cache, not the folder's
+            recipe = {entry: value for entry, value in recipe.items() if entry != "text_encoder"}
         differs = None if same_inputs(pipeline, model.pipeline) else f"pipeline {model.pipeline}, not {pipeline}"
         if differs or (part := differing_encoder(model, recipe, vae_encoders or {}, read=False)):
             found = differs or f"another {PARTS[str(part)]} than that of the cache"

@@ -167,13 +167,14 @@ def _next_commands(start: Start) -> Iterator[list[str]]:
     """The commands that show what was trained; for a LoRA, on the first cached sample, and that export it."""
     import pyarrow.compute as pc
 
+    from qwen_cache.models.recorded import words_not_recorded
     from qwen_train.data.samples import Mixture
     from qwen_train.inference.decode import not_decoded
     from qwen_train.run import found_latents
 
     out, config = str(start.out), start.config
     if not_decoded(found_latents(start.out)):
-        yield ["qwen-train", "decode", out]
+        yield ["qwen-train", "decode", out, *words_not_recorded(config.model, ("revision", "vae"))]
     if config.train.method != "lora":
         return
     if isinstance(start.samples, Mixture):
@@ -181,8 +182,14 @@ def _next_commands(start: Start) -> Iterator[list[str]]:
         name = cache.row(0).name
         is_one = pc.sum(pc.equal(cache.table["name"], name)).as_py() == 1
         sample = ["--from-cache", str(cache.folder), "--key", name if is_one else cache.table["key"][0].as_py()]
-        yield ["qwen-train", "predict", *sample, "--lora", out]
-    yield ["qwen-train", "export", out, "--to", "comfyui", "--out", f"{start.out.resolve().name}.safetensors"]
+        model = words_not_recorded(config.model, ("revision", "transformer", "text_encoder", "vae"))
+        yield ["qwen-train", "predict", *sample, "--lora", out, *model]
+    name = start.out.resolve().name
+    if config.train.lora.type == "oft":  # which ComfyUI computes in another way
+        model = words_not_recorded(config.model, ("revision", "transformer"))
+        yield ["qwen-train", "export", out, "--to", "merged", "--out", f"{name}-merged", *model]
+    else:
+        yield ["qwen-train", "export", out, "--to", "comfyui", "--out", f"{name}.safetensors"]
 
 
 def print_kept(config: Config, fresh: Config, path: Path | None) -> None:
