@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from huggingface_hub import HfApi, constants, file_download
+from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
 from qwen_cache.settings.load import load_config
@@ -131,6 +133,44 @@ def test_the_next_command_names_a_model_that_would_not_be_taken(train: Trainer, 
     words = after[2].split()[1:]
     assert words[2:5] == ["--to", "merged", "--out"]
     assert run("qwen-train", *words).code == 0
+
+
+def test_the_hub_is_not_asked_for_a_recorded_model(
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for a newer version either, which would be downloaded, nor for a component that is not here."""
+    asked: list[str] = []
+
+    def ask(_: object, repo_id: str, **__: object) -> None:
+        asked.append(repo_id)
+        raise OfflineModeIsEnabled("no network")
+
+    for name in ("repo_info", "list_repo_tree"):
+        monkeypatch.setattr(HfApi, name, ask)
+    monkeypatch.setattr(file_download, "get_hf_file_metadata", lambda url, **_: ask(None, url))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    repository, commit = tmp_path / "hub" / "models--owner--name", "0" * 40
+    snapshot = copied(train.model, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    cache = copied(train.cache, tmp_path / "cache")
+    rewrite(cache / "qwen.yaml", lambda settings: settings["model"].update(path="owner/name"))
+    train.cache = cache
+    out = train.folder / "out"
+    assert without_model(train, settings=ONE_STEP).code == 0
+    for command in (
+        ("plan", cache),
+        ("decode", out),
+        ("predict", "--lora", out, "--key", "cat", "--set", "predict.num_inference_steps=2"),
+        ("export", out, "--to", "merged", "--out", tmp_path / "merged"),
+    ):
+        ended = run("qwen-train", *command)
+        assert (ended.code, asked) == (0, []), ended.stderr
+    shutil.rmtree(snapshot / "vae")
+    assert (run("qwen-train", "plan", cache).code, asked) == (0, [])
+    assert run("qwen-train", "plan", cache, "--model", "owner/name").code == 0
+    assert asked, "the model that the user names may be newer"
 
 
 def hostile(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -669,8 +669,12 @@ def open_model(
     transformer: str | None = None,
     vae: str | None = None,
     text_encoder: str | None = None,
+    *,
+    only_here: bool = False,
 ) -> ModelFolder:
     """Find a model, download missing `components`, and check that all of them exist; ModelError otherwise.
+
+    With `only_here` nothing is downloaded, nor the hub asked for a newer version.
 
     With a single file as its `transformer` or `text_encoder`, of that folder only config.json is needed. `vae` names
     another VAE to decode with, if the model's is among the components.
@@ -678,7 +682,7 @@ def open_model(
     name, files = check_name(name), {"transformer": transformer, "text_encoder": text_encoder}
     needs_all = {each: files.get(each) is None for each in components}
     patterns = [PIPELINE_INDEX, *(f"{each}/{'*' if whole else 'config.json'}" for each, whole in needs_all.items())]
-    path = Path(name) if Path(name).is_dir() else _download(name, patterns, revision)
+    path = Path(name) if Path(name).is_dir() else _download(name, patterns, revision, only_here=only_here)
     index = path / PIPELINE_INDEX
     if not index.is_file():
         do = "name the folder that contains vae/, text_encoder/ and transformer/, or a repository on the hub"
@@ -871,7 +875,7 @@ def open_language_model(name: str) -> Path:
     return folder
 
 
-def _download(name: str, patterns: list[str], revision: str | None) -> Path:
+def _download(name: str, patterns: list[str], revision: str | None, *, only_here: bool = False) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -881,7 +885,7 @@ def _download(name: str, patterns: list[str], revision: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, local_files_only=only_here))
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError("neither a folder here nor a repository on the hub", where=name, do=str(error)) from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:

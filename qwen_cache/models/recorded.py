@@ -107,7 +107,7 @@ def with_recorded_model(
             found = differs or f"another {PARTS[str(part)]} than that of the cache"
             raise ModelError("no model is named, and the recorded one has changed", found=found, do=do)
     console().print(f"model.path is {plain(name)}, as in {file}", markup=False, highlight=False)
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": name})})
+    return config.model_copy(update={"model": config.model.found_here(name)})
 
 
 def differing_encoder(

@@ -5,7 +5,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from qwen_cache.errors import ConfigError
 
@@ -73,6 +82,18 @@ class ModelConfig(Section):
     """Quantise the frozen transformer. int8, fp8, nf4 (by bitsandbytes): 8 or 4 bits in memory, unpacked for each
     product. int8_convrot, fp8_w8a8: multiplied in 8 bits, too, which is faster on GPUs that can (fp8: from Ada and
     Hopper on). none: as the folder or file is."""
+    _only_here: bool = PrivateAttr(default=False)
+
+    @property
+    def only_here(self) -> bool:
+        """True if somebody else's file named the model: nothing of it is downloaded."""
+        return self._only_here
+
+    def found_here(self, path: str) -> Self:
+        """A copy with this path, of which nothing is downloaded."""
+        copy = self.model_copy(update={"path": path})
+        copy._only_here = True
+        return copy
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def _settings(
 def _decoder(settings: Config, vae_device: str) -> Decoder:
     from qwen_cache.models.folder import open_model
 
-    model = open_model(settings.model.path, ("vae",), settings.model.revision, vae=settings.model.vae)
+    named = settings.model
+    model = open_model(named.path, ("vae",), named.revision, vae=named.vae, only_here=named.only_here)
     from qwen_cache.models.devices import choose_device, torch_dtype
     from qwen_train.inference.decode import Decoder
 

@@ -188,8 +188,8 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
     for folder in (*runs, *((cache.folder,) if cache else ())):  # the base of a LoRA first
         settings = with_recorded_model(settings, folder, components, *known, deciding=deciding)
     named = settings.model
-    files = {"transformer": named.transformer, "text_encoder": named.text_encoder}
-    model = open_model(named.path, components, named.revision, vae=named.vae, **files)
+    files = {"transformer": named.transformer, "text_encoder": named.text_encoder, "vae": named.vae}
+    model = open_model(named.path, components, named.revision, **files, only_here=named.only_here)
     if model.needs_nunchaku:
         check_nunchaku(model, options.loras)
     samples = [] if cache is None else [find_sample([cache], key)[1] for key in options.keys]

@@ -222,7 +222,8 @@ def base_model(source: Path, model: ModelConfig | None) -> ModelFolder:
     if model is None:
         run, parts = run_of(source if source.is_dir() else source.parent), ("transformer",)
         model = with_recorded_model(Config(), run, parts, deciding=("revision", "transformer")).model
-    base = open_model(model.path, ("transformer",), model.revision, transformer=model.transformer)
+    file = model.transformer
+    base = open_model(model.path, ("transformer",), model.revision, transformer=file, only_here=model.only_here)
     saved = base.transformer_config.get("quantization_config")
     if saved is not None and saved.get("quant_method") != UNPACKED:
         raise ModelError(

@@ -165,7 +165,7 @@ def transformer_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def config_path(model: ModelConfig, component: str) -> Path:
-    """config.json of a component; from the hub, only that file is downloaded."""
+    """config.json of a component; from the hub, only that file is downloaded, and none of a recorded model."""
     name = check_name(model.path)
     if Path(name).is_dir():
         return Path(name) / component / "config.json"
@@ -174,7 +174,9 @@ def config_path(model: ModelConfig, component: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(name, "config.json", subfolder=component, revision=model.revision))
+        only_here, revision = model.only_here, model.revision
+        found = hf_hub_download(name, "config.json", subfolder=component, revision=revision, local_files_only=only_here)
+        return Path(found)
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         what, do = "no such folder here, and none on the hub", str(error).splitlines()[0]
         raise ModelError(what, where=name, do=do) from None

@@ -344,7 +344,8 @@ def open_trainable(config: Config) -> ModelFolder:
     """The model, with the VAE if the run decodes its images; ModelError if it cannot be trained."""
     parts = (*TRANSFORMER_PARTS, "vae") if config.validation.vae_device else TRANSFORMER_PARTS
     named = config.model
-    model = open_model(named.path, parts, named.revision, transformer=named.transformer, vae=named.vae)
+    files = {"transformer": named.transformer, "vae": named.vae}
+    model = open_model(named.path, parts, named.revision, **files, only_here=named.only_here)
     if model.needs_nunchaku:
         raise ModelError(
             "nunchaku's kernels cannot train: they have no gradients",
