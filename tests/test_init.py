@@ -70,6 +70,14 @@ def test_a_settings_file_for_the_data() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_prompts_for_images_are_those_that_are_trained() -> None:
+    """`build` puts no trigger word before a prompt of the settings."""
+    write_data({"a": 1})
+    words = ("data.trigger_word=sks", "data.prompt_prefix=a photo of", "data.shuffle_tags=2")
+    assert run("qwen-cache", "init", *(each for word in words for each in ("--set", word))).code == 0
+    assert [each.prompt for each in written()[0].validation.prompts] == ["a photo of sks mirror it"]
+
+
 def test_an_existing_file_is_kept_without_force() -> None:
     write_data({"a": 1})
     Path("qwen.yaml").write_text("mine: [", encoding="utf-8")

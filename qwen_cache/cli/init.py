@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from qwen_cache.errors import Notice
     from qwen_cache.models.folder import ModelFolder
     from qwen_cache.settings.load import Config
+    from qwen_cache.sources.captions import Captions
     from qwen_cache.sources.detect import Readable, Row
     from qwen_cache.trainers.settings.names import Dataset, Reading, Taken
 
@@ -360,6 +361,7 @@ def _theirs_to_json(theirs: Reading | None) -> dict[str, Any]:
 def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
     """Read the rows of the source, and the size of some targets; SourceError where `build` would stop."""
     from qwen_cache.settings.sections import ColumnsConfig
+    from qwen_cache.sources.captions import Captions
     from qwen_cache.sources.detect import advice, read_content, reading
     from qwen_cache.sources.layouts import repeats_of
     from qwen_cache.sources.places import open_folder
@@ -390,7 +392,7 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
         with_mask=sum(row.mask is not None for row in rows),
         sizes=sizes,
         repeats=repeats if len(repeats) > 1 else {},
-        prompts=list(islice(_prompts(rows), PROMPTS)),
+        prompts=list(islice(_prompts(rows, Captions.of(config.data).in_order), PROMPTS)),
         notices=content.notices,
     )
 
@@ -401,11 +403,13 @@ def _kind(row: Row, source: str) -> str:
     return KINDS.get(ending[0], IMAGES) if ending else IMAGES
 
 
-def _prompts(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _prompts(rows: Sequence[Row], captions: Captions) -> Iterator[dict[str, Any]]:
+    """Rows as entries of `validation.prompts`, which are encoded as they are, so with trigger word and prefix."""
     for row in rows:
         controls = [str(each) for each in row.controls]
         if row.prompt and all(map(os.path.isfile, controls)):
-            yield {"prompt": row.prompt, **({"control": controls} if controls else {})}
+            [encoded] = captions.applied([row])
+            yield {"prompt": encoded.prompt, **({"control": controls} if controls else {})}
 
 
 def _sizes(targets: Sequence[Readable]) -> Iterator[tuple[int, int]]:
