@@ -40,7 +40,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
     for name, file in (("tiny", "model_index.json"), ("kept", "cache.json"), ("a/b/shards", "cache.json")):
         (folder / name).mkdir(parents=True)
-        (folder / name / file).write_text("{}", encoding="utf-8")
+        (folder / name / file).write_text('{"_class_name": "QwenImageEditPipeline"}', encoding="utf-8")
+    for name in "photos", "other photos":
+        (folder / name).mkdir()
     return folder
 
 
@@ -119,12 +121,15 @@ def test_a_plan_of_what_is_watched_is_that_of_one_build(project: Path) -> None:
     [
         ({"source": "../elsewhere"}, "data.source", "../elsewhere is outside the opened folders"),
         ({"cache": "/etc"}, "cache.path", "/etc is outside the opened folders"),
-        ({"model": "--set"}, "model.path", "a path cannot begin with a dash"),
+        ({"source": "nowhere"}, "data.source", "there is no such source"),
+        ({"model": "--set"}, "model.path", "no such folder"),
+        ({"model": "nowhere/at/all"}, "model.path", "no such folder"),
+        ({"model": "photos"}, "model.path", "not a diffusers model folder"),
+        ({"mode": "repair", "cache": "photos"}, "cache.path", "no cache.json here"),
         ({"reuse": ["shards", "/root"]}, "cache.reuse", "/root is outside the opened folders"),
         ({"changes": {"cache.reuse": ["../x"]}}, "cache.reuse", "../x is outside the opened folders"),
         ({"changes": {"cache.local_copies": "/tmp"}}, "cache.local_copies", "/tmp is outside the opened folders"),
         ({"changes": {"data.mask_head": "/x.pt"}}, "data.mask_head", "/x.pt is outside the opened folders"),
-        ({"changes": {"model.text_encoder": "/x"}}, "model.text_encoder", "/x is outside the opened folders"),
         ({"changes": {"cache.path": "/etc"}}, "cache.path", "/etc is outside the opened folders"),
         ({"changes": {"cache": {"path": "/etc"}}}, "cache", "this is no setting of a build"),
         ({"changes": {"validation.cache": "/etc"}}, "validation.cache", "this is no setting of a build"),
@@ -151,7 +156,17 @@ def test_a_problem_names_its_setting(own: TestClient, given: dict[str, Any], key
     assert own.get("/api/jobs").json()["jobs"] == []
 
 
+def test_models_are_read_from_anywhere(own: TestClient, project: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/model_index.json").write_bytes((project / "tiny/model_index.json").read_bytes())
+    form = {"model": str(tmp_path / "elsewhere"), "changes": {"model.vae": "/vae", "model.text_encoder": "/x"}}
+    answer = own.post("/api/build/command", json=form).json()
+    assert answer["problems"] == []
+    assert shlex.split(answer["line"])[2:4] == ["--model", form["model"]]
+
+
 def test_a_model_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
     build, (problem,) = checked(Workspace.open(tmp_path), Form(source="photos"))
     assert (build, problem.key, problem.what) == (None, "model.path", "no model is named")
 
@@ -182,10 +197,11 @@ def test_a_start_is_a_job_with_the_line_that_is_shown(own: TestClient) -> None:
     job = own.post("/api/build/start", json=form).json()
     assert (job["kind"], job["state"], job["line"]) == ("build", "queued", line)
     assert job["devices"] == ["cuda:0", "cuda:1"]
-    assert job["about"] == {"cache": "kept", "source": "photos"}
+    about = {"cache": "kept", "source": "photos", "model": "tiny"}
+    assert job["about"] == about
     measure = own.post("/api/build/measure", json=form).json()
     assert (measure["kind"], measure["line"]) == ("measure", f"{line} --dry-run --json --measure")
-    assert measure["about"] == {"cache": "kept", "source": "photos", "build": line}
+    assert measure["about"] == about | {"build": line}
     elsewhere = own.post("/api/build/start", json={"at": "http://127.0.0.1:8077"}).json()
     assert elsewhere["devices"] == ["server:0"]
     refused = own.post("/api/build/measure", json={"at": "http://127.0.0.1:8077"})
@@ -213,7 +229,9 @@ def test_what_the_command_says_is_the_answer(own: TestClient) -> None:
 
 
 @pytest.mark.parametrize("name", ["look", "verify"])
-def test_caches_outside_are_not_looked_at(own: TestClient, name: str) -> None:
+def test_caches_that_are_outside_or_none_are_not_looked_at(own: TestClient, name: str) -> None:
+    none = own.post(f"/api/build/{name}", json={"cache": "photos"})
+    assert (none.status_code, none.json()["where"], none.json()["found"]) == (422, "cache.path", "photos")
     assert own.post(f"/api/build/{name}", json={"cache": "/etc"}).status_code == 403
     assert own.post(f"/api/build/{name}", json={"cache": "--help"}).status_code == 422
 

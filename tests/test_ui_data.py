@@ -37,6 +37,7 @@ from qwen_train.ui.workspace import Room, Workspace
 
 from .support.ui import opened
 from .support.waiting import HANG, wait_until
+from .support.written_runs import write_run
 
 HOSTILE = '<img src=x onerror="alert(1)"> & <script>alert(2)</script> \u202e "make it" {{7*7}}'
 NAMES = ["a", "b", "c", "d"]
@@ -231,8 +232,32 @@ def test_sources_are_offered_from_opened_folders_alone(project: Path, tmp_path: 
     (project / "linked").symlink_to(other)
     for allowed, is_offered in ((), False), ((other,), True):
         with opened(project, *allowed) as client:
-            offered = client.get("/api/data/sources").json()["sources"]
-            assert ("linked/table.csv" in offered) == is_offered
+            offered = [each["source"] for each in client.get("/api/data/sources").json()["sources"]]
+            assert (f"{other}/table.csv" in offered) == is_offered
+            assert not any("linked" in each for each in offered)
+
+
+def test_what_is_in_a_folder_is_offered_at_first(tmp_path: Path) -> None:
+    """Sources of any names with their images, caches and runs; a source that nobody has named is not opened."""
+    write_source(tmp_path / "edits")
+    for name in ("pairs/before/a.png", "pairs/after/a.png", "cats/1.png", "dogs/2.png", "deep/inside/one/3.png"):
+        write_image(tmp_path / name, 1)
+    (tmp_path / "tars").mkdir()
+    (tmp_path / "tars/0.tar").write_bytes(b"")
+    (tmp_path / "settings.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "list.json").write_text("[{}]", encoding="utf-8")
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/cache.json").write_text("{}", encoding="utf-8")
+    write_run(tmp_path / "out", steps=5)
+    with opened(tmp_path) as client:
+        found = client.get("/api/data/sources").json()
+        images = sum(1 for path in (tmp_path / "edits").rglob("*") if path.suffix in (".png", ".jpg"))
+        expected = {"cats": 1, "deep/inside/one": 1, "dogs": 1, "edits": images, "list.json": 0, "pairs": 2, "tars": 0}
+        assert {each["source"]: each["images"] for each in found["sources"]} == expected
+        assert (found["default"], found["caches"]) == ("", ["shards"])
+        assert [(run["folder"], run["step"]) for run in found["runs"]] == [("out", 5)]
+        (tmp_path / "qwen.yaml").write_text("data: {source: named}", encoding="utf-8")
+        assert client.get("/api/data/sources").json()["default"] == "named"
 
 
 def test_images_that_a_table_names_outside_the_folder_are_not_shown(project: Path, tmp_path: Path) -> None:
@@ -471,7 +496,9 @@ def test_a_table(project: Path, page: Page) -> None:
     content = read_content(project / "rows.csv", needs_control=True)
     assert [row.prompt for row in content.rows] == ["make a", 'a "new" one, with a comma', "make c"]
     assert content.left_out == 1
-    assert {"data", "rows.csv"} <= {*page.get("/sources")["sources"]}
+    found = page.get("/sources")
+    assert {"source": "rows.csv", "images": 0} in found["sources"]
+    assert found["default"] == "data"
 
 
 def test_a_source_that_can_only_be_looked_at(project: Path, page: Page) -> None:
@@ -502,16 +529,16 @@ def test_problems_of_a_check_stand_at_their_rows(project: Path) -> None:
     checks = FakeChecks(found(damaged, general))
     page = with_checks(project, checks)
     page.listed()
-    with pytest.raises(ConfigError, match="Model on the Build page"):
+    with pytest.raises(ConfigError, match="Model on the pages Build, Train and Generate"):
         page.post("/check")
 
     def checked() -> Any:
-        page.post("/check", form={"model": "tiny", "source": "elsewhere", "mode": "watch"})
+        page.post("/check", form={"model": "Qwen/Qwen-Image-Edit", "source": "elsewhere", "mode": "watch"})
         wait_until(lambda: page.get()["check"]["state"] != "running")
         return page.get()["check"]
 
     assert (checked()["state"], checked()["summary"]) == ("done", "3 to encode, 1 in the cache")
-    assert checks.commands[0].arguments == ("build", "--model", "tiny", "--dry-run", "--json")
+    assert checks.commands[0].arguments == ("build", "--model", "Qwen/Qwen-Image-Edit", "--dry-run", "--json")
     assert page.names(filter="problems") == ["a", "b"]
     assert page.row("a")["problems"] == [damaged]
     assert page.row("a")["where"] == damaged["where"]

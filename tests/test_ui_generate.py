@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,13 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from .support.ui import opened
+from qwen_train.ui import search
+from qwen_train.ui.workspace import Workspace
 
-WISH: dict[str, Any] = {"prompt": "make it red", "images": ["data/a b.png"]}
+from .support.ui import opened
+from .support.written_runs import write_run
+
+WISH: dict[str, Any] = {"prompt": "make it red", "images": ["data/a b.png"], "model": "tiny"}
 
 
 def png(size: tuple[int, int] = (64, 32)) -> bytes:
@@ -29,17 +35,31 @@ def size(data: bytes) -> tuple[int, int]:
         return image.size
 
 
+def write_lora(run: Path, step: int | None, time: float) -> None:
+    """The LoRA of a checkpoint, or of the run's end, as old as that."""
+    file = (run if step is None else run / f"checkpoint-{step}") / "pytorch_lora_weights.safetensors"
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"")
+    os.utime(file, (time, time))
+
+
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("generate") / "project"
-    for each in ("data", "out/checkpoint-100", "out/checkpoint-20", "loras", ".hidden", "shards"):
+    for each in ("data", "loras", ".hidden", "shards", "tiny"):
         (folder / each).mkdir(parents=True)
     for name in ("data/a b.png", "data/-x.png", ".hidden/b.png", "shards/c.png"):
         (folder / name).write_bytes(png())
     (folder / "shards/cache.json").write_text("{}", encoding="utf-8")
+    (folder / "tiny/model_index.json").write_text('{"_class_name": "QwenImageEditPipeline"}', encoding="utf-8")
     (folder / "data/photo.eps").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n")
-    for name in ("out/pytorch_lora_weights.safetensors", "loras/cats.safetensors", "data/other.safetensors"):
+    for name in ("loras/cats.safetensors", "data/other.safetensors"):
         (folder / name).write_bytes(b"")
+    for i, (name, steps) in enumerate([("stopped", (20, 53)), ("out", (20, 100, None)), ("resumed", (None, 70))]):
+        write_run(folder / name, f"model: {{path: {'tiny' if name == 'out' else 'some/where'}}}", steps=3)
+        for j, step in enumerate(steps):
+            write_lora(folder / name, step, time=1e9 + 10 * i + j)
+    (folder / "out/checkpoint-60").mkdir()  # of a run that trains all weights
     secret = folder.parent / "secret.png"
     secret.write_bytes(png())
     (folder / "data/link.png").symlink_to(secret)
@@ -67,12 +87,12 @@ def options(arguments: list[str], name: str) -> list[str]:
 def test_a_wish_is_one_command(page: TestClient) -> None:
     grid = [{"name": "checkpoint", "values": "20,final"}, {"name": "seed", "values": "0,1"}]
     devices = {"device": "cuda:1", "vae_device": "cpu"}
-    found = line(page, lora="out", strength=0.6, grid=grid, devices=devices, changes={"predict.seed": 3}, model="m")
+    found = line(page, lora="out", strength=0.6, grid=grid, devices=devices, changes={"predict.seed": 3})
     assert found[:2] == ["qwen-train", "predict"]
     expected = {
         "--image": ["data/a b.png"],
         "--prompt": ["make it red"],
-        "--model": ["m"],
+        "--model": ["tiny"],
         "--lora": ["out:0.6"],
         "--grid": ["checkpoint=20,final", "seed=0,1"],
         "--device": ["cuda:1"],
@@ -95,10 +115,34 @@ REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"lora": "../elsewhere"}, 403, "../elsewhere is outside the opened folders"),
     ({"lora": "missing"}, 422, "no such LoRA"),
     ({"changes": {"predict.sed": 1}}, 422, "unknown key predict.sed"),
-    ({"grid": [{"name": "seed", "values": "0,abc"}]}, 422, "a value of the grid is no number"),
-    ({"grid": [{"name": "lora_weight", "values": ",,"}]}, 422, "a value of the grid is no number"),
-    ({"grid": [{"name": "seed", "values": "0"}] * 2}, 422, "the columns and the rows are one setting"),
+    ({"lora": "data"}, 422, "no LoRA here"),
+    ({"lora": "out/checkpoint-60"}, 422, "no LoRA here"),
+    ({"grid": [{"name": "seed", "values": "0,abc"}]}, 422, "not a valid value"),
+    ({"grid": [{"name": "lora_weight", "values": ",,"}]}, 422, "not a valid value"),
+    ({"grid": [{"name": "seed", "values": "0"}] * 2}, 422, "this axis is given twice"),
+    ({"grid": [{"name": "lora_weight", "values": "0,1"}]}, 422, "this axis is about one LoRA"),
+    ({"grid": [{"name": "checkpoint", "values": "20"}]}, 422, "this axis is about one LoRA"),
+    ({"lora": "out", "grid": [{"name": "checkpoint", "values": "20,21"}]}, 422, "has no such checkpoint"),
+    ({"lora": "out", "grid": [{"name": "checkpoint", "values": "60"}]}, 422, "no LoRA here"),
+    ({"images": ["data/a b.png", "data/same.png"]}, 422, "QwenImageEditPipeline takes 1 image"),
+    ({"model": ""}, 422, "no model is named"),
+    ({"model": "", "lora": "stopped/checkpoint-53"}, 422, "no model is named"),  # its run's is not on this machine
+    ({"model": "nowhere"}, 422, "no such folder"),
+    ({"model": "data"}, 422, "not a diffusers model folder"),
+    ({"model": "Qwen/Qwen-Image"}, 422, "QwenImagePipeline takes 0 images"),
 ]
+PLACES = {
+    "nothing": "prompt",
+    "no such image": "images",
+    "no such LoRA": "lora",
+    "no LoRA": "lora",
+    "no model": "model.path",
+    "no such folder": "model.path",
+    "not a diffusers": "model.path",
+    "Qwen": "images",
+    "unknown": "predict.sed",
+}
+"""The fields at which a refusal stands, by how it begins; others are about the grid."""
 
 
 @pytest.mark.parametrize(("wish", "status", "what"), REFUSED, ids=str)
@@ -107,17 +151,76 @@ def test_what_cannot_be_generated_is_refused_before_it_is_queued(
 ) -> None:
     for path in ("command", "start"):
         answer = page.post(f"/api/generate/{path}", json=WISH | wish)
-        assert (answer.status_code, answer.json()["error"]) == (status, what)
+        assert (answer.status_code, what in answer.json()["error"]) == (status, True), answer.text
+        place = next((place for begin, place in PLACES.items() if what.startswith(begin)), "grid")
+        assert answer.json().get("where", place) == place
     assert page.get("/api/generate/results").json() == []
 
 
 def test_choices_are_those_of_the_folder(page: TestClient) -> None:
     choices = page.get("/api/generate/choices").json()
     assert choices["images"] == ["data/-x.png", "data/a b.png", "data/same.png"]
-    assert choices["loras"] == [
-        {"path": "loras/cats.safetensors", "checkpoints": []},
-        {"path": "out", "checkpoints": [20, 100, "final"]},
+    assert choices["models"] == ["tiny"]
+    assert [each["path"] for each in choices["loras"]] == [
+        "resumed/checkpoint-70",
+        "resumed",
+        "out",
+        "out/checkpoint-100",
+        "out/checkpoint-20",
+        "stopped/checkpoint-53",
+        "stopped/checkpoint-20",
+        "loras/cats.safetensors",
     ]
+    by_path = {each.pop("path"): each for each in choices["loras"]}
+    of_out = {"run": "out", "model": "tiny", "checkpoints": [20, 100, "final"]}
+    assert (by_path["out/checkpoint-20"], by_path["out"]) == (of_out | {"step": 20}, of_out | {"step": None})
+    assert by_path["stopped/checkpoint-53"] == {"run": "stopped", "step": 53, "model": None, "checkpoints": [20, 53]}
+    assert by_path["loras/cats.safetensors"] == {"run": None, "step": None, "model": None, "checkpoints": []}
+    runs = {run["folder"]: run["lora"] for run in page.get("/api/train/runs").json()["runs"]}
+    assert runs == {
+        "resumed": {"path": "resumed/checkpoint-70", "step": 70},
+        "out": {"path": "out", "step": None},
+        "stopped": {"path": "stopped/checkpoint-53", "step": 53},
+    }
+
+
+def test_every_checkpoint_can_be_tried(page: TestClient) -> None:
+    for path in ("stopped/checkpoint-20", "./stopped/checkpoint-53/pytorch_lora_weights.safetensors", "resumed"):
+        assert options(line(page, lora=path), "--lora") == [path.removeprefix("./")]
+    steps = line(page, lora="stopped/checkpoint-53", grid=[{"name": "checkpoint", "values": "20,53"}])
+    assert options(steps, "--lora") == ["stopped"]
+    assert "--model" not in line(page, lora="out", model="")  # that of its run, which is on this machine
+
+
+def test_looks_at_a_large_folder_are_bounded(page: TestClient, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The looks into folders and at files, however many there are and whatever is found."""
+    many = project / "many"
+    for i in range(30):
+        (many / f"{i}").mkdir(parents=True)
+        (many / f"{i}/away.png").symlink_to(project.parent / "secret.png")
+        write_lora(many / f"{i}", 5, time=0.0)
+        write_lora(many / f"{i}", 6, time=0.0)
+    looks: dict[str, int] = {"folders": 0, "files": 0}
+
+    def counted(name: str, look: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            looks[name] += 1
+            return look(*given, **named)
+
+        return call
+
+    monkeypatch.setattr(search, "MOST_FOLDERS", 12)
+    monkeypatch.setattr(search, "MOST_FILES", 10)
+    monkeypatch.setattr(os, "scandir", counted("folders", os.scandir))
+    monkeypatch.setattr(Workspace, "is_inside", counted("files", Workspace.is_inside))
+    monkeypatch.setattr(search, "_changed", counted("files", search._changed))
+    for path, rest in (("generate/choices", 0), ("train/places", 0), ("train/controls", 0), ("data/sources", 3)):
+        looks.update(folders=0, files=0)
+        assert page.get(f"/api/{path}").status_code == 200
+        assert 0 < looks["folders"] <= 12 + rest, path  # the rest: the checkpoints of each run
+        assert looks["files"] <= 2 * 10 + 3 * rest, path
+    monkeypatch.undo()
+    shutil.rmtree(many)
 
 
 def test_previews_and_uploads_are_images(page: TestClient, project: Path) -> None:
@@ -172,7 +275,7 @@ def started(tmp_path: Path) -> Iterator[tuple[TestClient, Path, dict[str, Any]]]
         yield (
             client,
             tmp_path / ".qwen-ui",
-            client.post("/api/generate/start", json={"prompt": "a", "model": "m"}).json(),
+            client.post("/api/generate/start", json={"prompt": "a", "model": "Qwen/Qwen-Image"}).json(),
         )
 
 

@@ -34,13 +34,20 @@ NAN = math.nan
 
 
 def write_project(folder: Path) -> Path:
-    """A folder to open with a cache, a run and an image, beside one that is not opened."""
+    """A folder to open with a cache, a model, a run and an image, beside one that is not opened."""
     (folder / "project" / "shards").mkdir(parents=True)
     (folder / "project" / "shards" / "cache.json").write_text("{}", encoding="utf-8")
+    (folder / "project" / "shards" / "qwen.yaml").write_text("model: {path: tiny}", encoding="utf-8")
+    write_model(folder / "project" / "tiny")
     run = write_run(folder / "project" / "out", "train: {max_steps: 9}\nvalidation: {vae_device: cuda:1}\n")
     write_image(run, "step-0", prompt="red")
     write_run(folder / "outside")
     return folder / "project"
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "model_index.json").write_text('{"_class_name": "QwenImageEditPipeline"}', encoding="utf-8")
 
 
 @contextmanager
@@ -75,7 +82,8 @@ def command(page: TestClient, devices: list[str] | None = None, **changes: Any) 
     return page.post("/api/train/command", json=body).json()
 
 
-def test_the_command_line_has_options_where_the_program_has_them(page: TestClient) -> None:
+def test_the_command_line_has_options_where_the_program_has_them(page: TestClient, project: Path) -> None:
+    write_model(project / "-tiny")
     made = command(
         page,
         cache__path="shards",
@@ -178,6 +186,45 @@ def test_what_a_run_would_refuse_is_refused_before(
     assert page.get("/api/jobs").json()["jobs"] == []
 
 
+@pytest.mark.parametrize(
+    ("changes", "where", "what", "found"),
+    [
+        ({"cache.path": "nothere"}, "cache.path", "no such folder", "nothere"),
+        ({"cache.path": "tiny"}, "cache.path", "no cache.json here: not a cache", "tiny"),
+        ({"train.caches": [{"path": "nothere"}]}, "train.caches", "no such folder", "nothere"),
+        ({"cache.path": "bare"}, "model.path", "no model is named", None),
+        ({"model.path": "nothere"}, "model.path", "no such folder", "nothere"),
+        ({"model.path": "shards"}, "model.path", "not a diffusers model folder: it has no model_index.json", "shards"),
+    ],
+    ids=str,
+)
+def test_a_run_without_cache_or_model_is_not_queued(
+    page: TestClient, project: Path, changes: dict[str, Any], where: str, what: str, found: str | None
+) -> None:
+    (project / "bare").mkdir()
+    (project / "bare/cache.json").write_text("{}", encoding="utf-8")
+    for path in ("command", "start", "plan"):
+        answer = page.post(f"/api/train/{path}", json={"changes": changes, "devices": ["cpu"]})
+        told = {key: answer.json().get(key) for key in ("where", "error", "found")}
+        assert (answer.status_code, told) == (422, {"where": where, "error": what, "found": found})
+    assert page.get("/api/jobs").json()["jobs"] == []
+
+
+def test_a_run_may_wait_for_the_build_of_its_cache(page: TestClient, project: Path) -> None:
+    (project / "data").mkdir()
+    build = page.post("/api/build/start", json={"model": "tiny", "cache": "new"}).json()
+    line = command(page, cache__path="./new", train__output_dir="later")["line"]
+    assert line == "qwen-train run ./new --out later"
+    page.post(f"/api/jobs/{build['id']}/remove")
+    assert command(page, cache__path="./new", train__output_dir="later")["where"] == "cache.path"
+    assert "train.follow=true" in command(page, cache__path="./new", train__follow=True)["line"]
+
+
+def test_a_model_elsewhere_is_taken(page: TestClient, tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    assert f"--model {tmp_path / 'model'}" in command(page, model__path=str(tmp_path / "model"))["line"]
+
+
 @pytest.mark.parametrize("devices", [["cpu", "cuda:0"], ["xpu:1"], ["xpu:0", "xpu:1"]])
 def test_devices_on_which_the_run_would_not_train_are_refused(page: TestClient, devices: list[str]) -> None:
     assert command(page, devices)["where"] == "devices"
@@ -231,24 +278,32 @@ def test_the_plan_names_settings_that_fit_as_changes(page: TestClient, monkeypat
         return Checked(1, {"fits": False, "do": fits}, "")
 
     monkeypatch.setattr(Checks, "check", check)
-    form = {"changes": {"train.max_steps": 5, "cache.path": "shards", "model.path": "m"}, "gpu_memory": 24_000_000_000}
+    form = {
+        "changes": {"train.max_steps": 5, "cache.path": "shards", "model.path": "tiny"},
+        "gpu_memory": 24_000_000_000,
+    }
     answer = page.post("/api/train/plan", json=form).json()
     assert [each["changes"] for each in answer["fitting"]] == [
         {"train.max_tokens": 4096},
         {"train.gradient_checkpointing": True, "model.quantization": "nf4"},
     ]
-    line = "qwen-train plan shards --model m --set train.max_steps=5 --gpu-memory 24000000000B --json"
+    line = "qwen-train plan shards --model tiny --set train.max_steps=5 --gpu-memory 24000000000B --json"
     assert (asked[0].line, answer["line"]) == (line, line)
 
 
 def test_prompts_are_encoded_by_a_job(page: TestClient) -> None:
     form = {
-        "changes": {"validation.prompts": ["a cat"], "train.max_steps": 3, "cache.path": "shards"},
+        "changes": {
+            "validation.prompts": ["a cat"],
+            "train.max_steps": 3,
+            "cache.path": "shards",
+            "model.path": "tiny",
+        },
         "devices": ["cpu"],
     }
     job = page.post("/api/train/encode", json=form).json()
     assert job["line"] == (
-        "qwen-cache build --only-validation --out shards --set 'validation.prompts=[\"a cat\"]' "
+        "qwen-cache build --only-validation --out shards --model tiny --set 'validation.prompts=[\"a cat\"]' "
         "--vae-device cpu --text-device cpu"
     )
     page.post(f"/api/jobs/{job['id']}/remove")
@@ -311,7 +366,7 @@ def test_a_run_is_shown_by_its_folder(own: TestClient, project: Path) -> None:
     assert whole.content == (project / "out" / "validation" / "step-0" / f"{KEY}.png").read_bytes()
     assert own.get("/api/train/places").json() == {
         "caches": ["shards"],
-        "models": [],
+        "models": ["tiny"],
         "out": "out-2",
         "complete": True,
     }

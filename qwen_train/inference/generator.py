@@ -37,6 +37,7 @@ from qwen_train.inference.images import (
     Row,
     Work,
     check_comparison,
+    check_count,
     control_images,
     open_images,
 )
@@ -44,7 +45,6 @@ from qwen_train.inference.pipeline import (
     Devices,
     PromptEncoder,
     Sampling,
-    check_count,
     check_loras,
     check_settings,
     condition_area,
@@ -161,7 +161,7 @@ class Generator:
             DeviceError: too little memory on a device.
             ModelError: weights that are missing or cannot be loaded.
         """
-        check_count(self.model, len(images))
+        check_count(self.model.facts, len(images))
         embeds = encode_prompts(
             self.model,
             images,
@@ -258,7 +258,7 @@ def check_jobs(
     """Raise an error if the pipeline cannot take a job, or if an image, or `whole`, which shows all of them, would
     overwrite another one, a control or a target."""
     for job in jobs:
-        check_count(generator.model, len(job.controls))
+        check_count(generator.model.facts, len(job.controls))
     if whole and os.path.lexists(whole):
         check_comparison(whole)
     resolved = {path.resolve() for path in paths if path}

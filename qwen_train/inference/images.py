@@ -21,7 +21,7 @@ from qwen_cache.format.cache import Sample
 from qwen_cache.format.identity import canonical_json, content_hash
 from qwen_cache.html.grid import HEIGHT, make_grid, thumbnail
 from qwen_cache.html.page import relative_url, render
-from qwen_cache.models.family import Family
+from qwen_cache.models.family import Family, Pipeline
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import overridden
@@ -33,7 +33,7 @@ from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import MAX_TEXT, text_exceeded
 from qwen_cache.storage.files import WINDOWS, make_folder, write_durably
 from qwen_cache.storage.remote import location
-from qwen_cache.terminal import console, counting
+from qwen_cache.terminal import console, counting, plural
 from qwen_cache.text import plain
 from qwen_train.lora.files import WEIGHTS_NAME, WeightedLora, find_lora, parse_lora, split_weight
 from qwen_train.run import checkpoints
@@ -153,6 +153,13 @@ def prompt_jobs(name: str, images: Sequence[Path], prompts: Sequence[str]) -> li
     controls = tuple(File(path) for path in images)
     names = [name] if len(prompts) == 1 else [f"{name}-{i}" for i in range(1, len(prompts) + 1)]
     return [GenerateJob(each, controls, prompt) for each, prompt in zip(names, prompts, strict=True)]
+
+
+def check_count(pipeline: Pipeline, images: int) -> None:
+    """Raise ConfigError if the pipeline takes fewer control images."""
+    most = pipeline.max_controls
+    if most is not None and images > most:
+        raise ConfigError(f"{pipeline.name} takes {plural(most, 'image')}", found=images, do="give fewer")
 
 
 def control_images(job: GenerateJob, family: Family) -> list[Image.Image]:

@@ -40,7 +40,7 @@ from qwen_cache.models.quantization import check_quantization
 from qwen_cache.settings.sections import PredictConfig
 from qwen_cache.sources.images import over_white
 from qwen_cache.sources.sizes import calculate_dimensions
-from qwen_cache.terminal import console, plural
+from qwen_cache.terminal import console
 from qwen_cache.text import plain
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.export import add_to_weights, attach, check_fit
@@ -229,13 +229,6 @@ def check_settings(model: ModelFolder, config: PredictConfig, devices: Devices) 
 def load_scheduler(model: ModelFolder) -> FlowMatchEulerDiscreteScheduler:
     """The model's scheduler; ModelError if its settings cannot be read."""
     return from_config(FlowMatchEulerDiscreteScheduler, model.scheduler_config)
-
-
-def check_count(model: ModelFolder, images: int) -> None:
-    """Raise ConfigError if the pipeline takes fewer control images."""
-    most = model.max_controls
-    if most is not None and images > most:
-        raise ConfigError(f"{model.pipeline} takes {plural(most, 'image')}", found=images, do="give fewer")
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from qwen_cache.text import plain
 from qwen_train.ui import search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
+from qwen_train.ui.refusals import check_cache, check_source, pipeline_of
 from qwen_train.ui.workspace import STATE, Changes, Workspace, options_of, written_page
 
 # ---- build command ---------------------------------------------------------------------------------------------------
@@ -42,15 +43,11 @@ FIELDS = (
 """The settings with a field of their own."""
 READ_OR_WRITTEN = (
     "data.source",
-    "model.path",
     "cache.path",
     "data.mask_head",
-    "model.transformer",
-    "model.text_encoder",
-    "model.vae",
     "cache.local_copies",
 )
-"""The settings that name files."""
+"""The settings that name files which are in the opened folders; models may lie anywhere."""
 DEVICE_SETTINGS = ("cache.vae_device", "cache.text_device")
 ELSEWHERE = "server:0"
 """In place of a device: builds with the encoders of a server run one at a time, beside jobs on other devices."""
@@ -149,9 +146,9 @@ def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Proble
     except ConfigError as error:
         return None, [_problem(error)]
     at = form.at.strip()
-    if not settings.model.path and not at:
-        do = "name a diffusers folder or a repository on the hub: Model on the Build page, or model.path in qwen.yaml"
-        return None, [Problem("model.path", "no model is named", do=do)]
+    problems = list(_known_failures(workspace, settings, form))
+    if problems:
+        return None, problems
     before = workspace.settings().flat()
     fields = {key: value for key, value in given.items() if value != before[key]}
     changes = {key: value for key, value in form.changes.items() if key not in given}
@@ -219,6 +216,20 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
         yield Problem("at", "a server cannot repair damaged samples", do=do)
     if form.mode == "watch" and not form.watch >= 0.1:
         yield Problem("watch", "too short", "at least 0.1 seconds", str(form.watch), "give a longer time")
+
+
+def _known_failures(workspace: Workspace, settings: Config, form: Form) -> Iterator[Problem]:
+    """The problems that the command would find once it runs."""
+    checks: list[Callable[[], object]] = [lambda: check_source(workspace, settings.data.source)]
+    if not form.at.strip():
+        checks.append(lambda: pipeline_of(workspace, settings.model.path))
+    if form.mode == "repair":
+        checks.append(lambda: check_cache(workspace, settings.cache.path, "cache.path"))
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            yield _problem(error)
 
 
 def _problem(error: ConfigError, key: str = "") -> Problem:
@@ -334,6 +345,7 @@ class BuildPage:
             raise ConfigError("a path cannot begin with a dash", found=name, do=f"write ./{name}")
         if name != of_settings:
             self._workspace.location(name)
+        check_cache(self._workspace, name, "cache.path")
         return name
 
     def _add(
@@ -344,7 +356,8 @@ class BuildPage:
 
 
 def _about(build: Build) -> dict[str, Any]:
-    return {"cache": build.settings.cache.path, "source": build.settings.data.source}
+    settings = build.settings
+    return {"cache": settings.cache.path, "source": settings.data.source, "model": settings.model.path}
 
 
 def shortened(plan: Any) -> dict[str, Any] | None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Literal
 
@@ -18,14 +16,13 @@ from starlette.responses import Response
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError, as_json, router_of
-from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED, Entry
+from qwen_cache.sources.detect import Entry
 from qwen_cache.sources.images import upright_size
-from qwen_cache.sources.layouts import CONTROL_FOLDERS, TARGET_FOLDERS
-from qwen_cache.sources.places import open_regular, suffix
 from qwen_cache.sources.rows import Readable
-from qwen_cache.sources.tables import READERS
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
+from qwen_train.run import named_in
+from qwen_train.ui import runs, search
 from qwen_train.ui.build import Form, build_of
 from qwen_train.ui.jobs import Checks
 from qwen_train.ui.opened import FILTERS, KEY, Check, OpenSource, View, version_of_entry
@@ -43,12 +40,12 @@ from qwen_train.ui.scan import (
     version_of,
     whole,
 )
-from qwen_train.ui.workspace import STATE, Workspace
+from qwen_train.ui.workspace import Workspace
 
 MOST_ROWS = 200  # of one answer
 MOST_OPEN = 3  # sources that are kept in memory
 MOST_GENERAL = 200  # problems of no row that are shown
-MOST_SUGGESTIONS = 50
+MOST_RUNS = 50  # that are offered
 IN_GROUP = 24  # rows of a group that are shown
 FOREVER = "private, max-age=31536000, immutable"
 
@@ -131,11 +128,16 @@ def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
 
 def _add_reading(router: APIRouter, sources: Sources) -> None:
     @router.get("/sources")
-    def suggestions() -> dict[str, Any]:
+    def in_the_folder() -> dict[str, Any]:
+        """What is in the opened folders; `default` is the source of qwen.yaml, or data if there is one."""
         workspace = sources.workspace
-        with suppress(QwenCacheError):
-            return {"default": workspace.settings().data.source, "sources": suggested(workspace)}
-        return {"default": "data", "sources": suggested(workspace)}
+        found = search.find(workspace)
+        return {
+            "default": default_source(workspace),
+            "sources": [{"source": workspace.shown(path), "images": images} for path, images in found.sources],
+            "caches": list(map(workspace.shown, found.caches)),
+            "runs": [runs.about(workspace, run) for run in found.runs[:MOST_RUNS]],
+        }
 
     @router.get("")
     def summary(source: Text) -> dict[str, Any]:
@@ -189,6 +191,15 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
             for group in every[start : start + count]
         ]
         return {"total": len(every), "order": opened.order, "groups": shown}
+
+
+def default_source(workspace: Workspace) -> str:
+    """The source that is opened at first; empty if nobody has named one and the usual one is not there."""
+    with suppress(QwenCacheError):
+        name, file = workspace.settings().data.source, workspace.config_file
+        if (file and named_in(file, ["data.source"])) or (workspace.folder / name).exists():
+            return name
+    return ""
 
 
 def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> None:
@@ -354,45 +365,3 @@ def problem_json(opened: OpenSource, problem: Problem) -> dict[str, str]:
 
 def error_json(opened: OpenSource, error: QwenCacheError) -> dict[str, str]:
     return {"where": opened.shown(str(error.where or "")), "what": plain(error.fault), "do": error.do or ""}
-
-
-# ---- sources in the folder -------------------------------------------------------------------------------------------
-
-
-def suggested(workspace: Workspace) -> list[str]:
-    """The likely sources in the opened folder, one level deep or two."""
-    found: list[str] = []
-    folders = [workspace.folder]
-    with suppress(OSError):
-        inner = (path for path in workspace.folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-        folders += sorted(inner)[:200]
-    for folder in filter(workspace.is_inside, folders):
-        found += (workspace.shown(path) for path in _in(folder, workspace.folder))
-        if len(found) >= MOST_SUGGESTIONS:
-            break
-    return sorted(dict.fromkeys(found))[:MOST_SUGGESTIONS]
-
-
-def _in(folder: Path, top: Path) -> Iterator[Path]:
-    try:
-        names = {path.name: path for path in folder.iterdir() if not path.name.startswith(".")}
-    except OSError:
-        return
-    if "cache.json" in names or folder.name == STATE:
-        return
-    is_source = names.keys() & {*TARGET_FOLDERS, *CONTROL_FOLDERS, *METADATA_TABLES, SAVED}
-    if folder != top and (is_source or any(suffix(path) in ARCHIVES for path in names.values())):
-        yield folder
-        return
-    yield from (path for path in names.values() if suffix(path) in (*READERS, *ARCHIVES) and _is_table(path))
-
-
-def _is_table(path: Path) -> bool:
-    """True if it may be one: other files of JSON are no lists."""
-    if suffix(path) != ".json":
-        return path.is_file()
-    try:
-        with open_regular(path) as file:
-            return file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    except OSError:
-        return False

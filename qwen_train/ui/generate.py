@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -19,17 +18,20 @@ from PIL import Image
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.responses import Response
 
-from qwen_cache.errors import ConfigError
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.models.recorded import recorded_model
 from qwen_cache.service.http import RefusedError, as_json, router_of
 from qwen_cache.sources.images import open_rgba
 from qwen_cache.sources.places import read_bytes
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_train.cli import COMMANDS
-from qwen_train.inference.images import CHECKPOINT, FINAL, LORA_WEIGHT
-from qwen_train.ui import search
+from qwen_train.inference.images import CHECKPOINT, FINAL, LORA_WEIGHT, check_count, grid_cells, parse_axes
+from qwen_train.run import run_of
+from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Queue
+from qwen_train.ui.refusals import MODEL, is_model_here, pipeline_of, told_at
 from qwen_train.ui.workspace import Changes, Workspace, decoded, options_of
 
 KIND = "generate"
@@ -75,9 +77,14 @@ def routes_of(workspace: Workspace, queue: Queue) -> APIRouter:
 
     @router.get("/api/generate/choices")
     def choices() -> dict[str, Any]:
-        """The LoRAs and images of the opened folder, and the model of qwen.yaml."""
-        images = sorted(workspace.shown(path) for path in search.images(workspace))
-        return {"loras": search.loras(workspace), "images": images, "model": workspace.settings().model.path}
+        """The LoRAs, images and models of the opened folders, and the model of qwen.yaml."""
+        found = search.find(workspace)
+        return {
+            "loras": loras_of(workspace, found),
+            "images": sorted(map(workspace.shown, found.images)),
+            "models": list(map(workspace.shown, found.models)),
+            "model": workspace.settings().model.path,
+        }
 
     @router.post("/api/generate/command")
     def command(wish: Wish) -> dict[str, Any]:
@@ -125,56 +132,53 @@ def command_of(workspace: Workspace, wish: Wish, out: str) -> Command:
     """The command of a wish; ConfigError or RefusedError for one that cannot be carried out."""
     if not wish.prompt.strip():
         raise ConfigError("nothing to generate", where="prompt", do="write a prompt")
-    workspace.settings(wish.changes)
+    config = workspace.settings(wish.changes)
     arguments = ["predict"]
     for path in wish.images:
         if not (found := workspace.inside(path)).is_file():
             raise ConfigError("no such image", where="images", found=path, do="choose another")
         arguments += ["--image", workspace.shown(found)]
+    grid = [f"{axis.name}={axis.values}" for axis in wish.grid]
+    lora = _lora(workspace, wish, {axis.name for axis in wish.grid})
+    is_varied = any(axis.name == LORA_WEIGHT for axis in wish.grid)
+    strength = "" if is_varied or wish.strength == 1 else f":{wish.strength:g}"
+    with told_at("lora", wish.lora, TrainError), told_at("grid", kind=ConfigError):
+        grid_cells(parse_axes(grid, config.predict), config.predict, [f"{lora}{strength}"] if lora else [])
+    model = wish.model.strip() or config.model.path or _recorded(workspace, lora)
+    if pipeline := pipeline_of(workspace, model):
+        with told_at("images"):
+            check_count(pipeline, len(wish.images))
+    config_file = ["--config", "qwen.yaml"] if workspace.config_file else []
     arguments += [
         "--prompt",
         wish.prompt,
-        *(COMMANDS["predict"].typed("model.path", wish.model) if wish.model else []),
-        *_lora(workspace, wish),
+        *(COMMANDS["predict"].typed(MODEL, wish.model.strip()) if wish.model.strip() else []),
+        *(("--lora", workspace.shown(lora) + strength) if lora else ()),
+        *(part for axis in grid for part in ("--grid", axis)),
+        *(
+            part
+            for name, device in wish.devices.model_dump().items()
+            if device not in ("", "auto")
+            for part in (f"--{name.replace('_', '-')}", device)
+        ),
     ]
-    for axis in checked(wish.grid):
-        arguments += ["--grid", f"{axis.name}={axis.values}"]
-    for name, device in wish.devices.model_dump().items():
-        if device not in ("", "auto"):
-            arguments += [f"--{name.replace('_', '-')}", device]
-    config = ["--config", "qwen.yaml"] if workspace.config_file else []
-    return Command("qwen-train", (*arguments, "--out", out, "--json", *config, *options_of(wish.changes)))
+    return Command("qwen-train", (*arguments, "--out", out, "--json", *config_file, *options_of(wish.changes)))
 
 
-def checked(grid: list[Axis]) -> list[Axis]:
-    """The grid; ConfigError for an axis given twice, or for values that are no numbers."""
-    if len({axis.name for axis in grid}) < len(grid):
-        raise ConfigError("the columns and the rows are one setting", where="grid", do="choose another for one of them")
-    for axis in grid:
-        for value in (each.strip() for each in axis.values.split(",")):
-            if not _is_number(value) and (axis.name, value) != (CHECKPOINT, FINAL):
-                do = "write numbers with commas between them, such as 0,0.5,1"
-                raise ConfigError("a value of the grid is no number", where=f"grid, {axis.name}", found=value, do=do)
-    return grid
-
-
-def _is_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _lora(workspace: Workspace, wish: Wish) -> Iterator[str]:
-    """The LoRA, with its strength unless a grid varies it."""
-    if not wish.lora:
-        return
-    path = workspace.inside(wish.lora)
+def _lora(workspace: Workspace, wish: Wish, axes: Collection[str]) -> Path | None:
+    """The file or folder of the LoRA: of a grid over training steps the folder of the run."""
+    if not wish.lora.strip():
+        return None
+    path = workspace.inside(wish.lora.strip())
     if not path.exists():
         raise ConfigError("no such LoRA", where="lora", found=wish.lora, do="choose another")
-    varied = any(axis.name == LORA_WEIGHT for axis in wish.grid)
-    yield "--lora"
-    yield workspace.shown(path) + ("" if varied or wish.strength == 1 else f":{wish.strength:g}")
+    return run_of(path) if CHECKPOINT in axes else path
+
+
+def _recorded(workspace: Workspace, lora: Path | None) -> str | None:
+    """The model of the run of a LoRA, if it is on this machine."""
+    model = recorded_model(run_of(lora if lora.is_dir() else lora.parent)).get("path") if lora else None
+    return model if is_model_here(workspace, model) else None
 
 
 def devices_of(devices: Devices) -> list[str]:
@@ -190,6 +194,29 @@ def title_of(wish: Wish) -> str:
 
 
 # ---- choices ---------------------------------------------------------------------------------------------------------
+
+
+def loras_of(workspace: Workspace, found: search.Found) -> list[dict[str, Any]]:
+    """The LoRAs as JSON, the newest first; with their run its model, if that is on this machine."""
+    models: dict[Path, str | None] = {}
+    steps: dict[Path, list[int | str]] = {}
+    for lora in found.loras:
+        if lora.run is None:
+            continue
+        steps.setdefault(lora.run, []).append(FINAL if lora.step is None else lora.step)
+        if lora.run not in models:
+            model = runs.settings_of(lora.run).get(MODEL)
+            models[lora.run] = model if is_model_here(workspace, model) else None
+    return [
+        {
+            "path": workspace.shown(lora.path),
+            "run": lora.run and workspace.shown(lora.run),
+            "step": lora.step,
+            "model": lora.run and models[lora.run],
+            "checkpoints": sorted(steps[lora.run], key=lambda step: (step == FINAL, step)) if lora.run else [],
+        }
+        for lora in found.loras
+    ]
 
 
 def preview_of(path: Path) -> bytes:

@@ -31,7 +31,7 @@ from qwen_cache.storage.files import WINDOWS, is_link, open_file
 from qwen_cache.text import parse_json
 from qwen_train.run import LOCK, METRICS_NAME, SCALES, STEP, TIMES, VALIDATION
 from qwen_train.training.report import LARGEST, UNREADABLE, smoothed, smoothing
-from qwen_train.ui.search import steps_of_checkpoints
+from qwen_train.ui.search import loras_of, steps_of_checkpoints
 from qwen_train.ui.workspace import Workspace
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -357,6 +357,7 @@ def versions(run: Path) -> Iterator[str]:
 # Looked for is a few folders deep, not through links, and not inside a cache or a run. A run is a folder with its
 # settings and metrics; whether it is running, its lock says.
 
+NEWEST = 2  # checkpoints that are asked for a LoRA: the newest may just be removed
 KEPT_SETTINGS = 512  # runs; 10 kB each
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl: the newest 200 lines
 HOLDER = re.compile(r"process (\d+) on (.*)")
@@ -392,6 +393,7 @@ def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
     """A run in the list of runs, as JSON."""
     values, last = settings_of(folder), newest(folder)
     checkpoints = steps_of_checkpoints(folder)
+    loras = loras_of(folder, checkpoints[-NEWEST:])
     maximum = values.get("train.max_steps", 1000)
     return {
         "folder": workspace.shown(folder),
@@ -402,6 +404,7 @@ def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
         "time": _finite(last.get("time")) or (folder / METRICS_NAME).stat().st_mtime,
         "seconds": _finite(last.get("elapsed_seconds")),
         "checkpoint": max(checkpoints, default=None),
+        "lora": {"path": workspace.shown(loras[0].path), "step": loras[0].step} if loras else None,
         "model": values.get("model.path"),
     }
 

@@ -1,33 +1,40 @@
-"""Caches, models, runs, LoRAs and images in the opened folders: one walk, a few folders deep, for all pages.
+"""Sources, caches, models, runs, LoRAs and images in the opened folders: one walk, a few folders deep, for all pages.
 
-Nothing inside a cache, a model or a run is found but the LoRA of a run; nothing hidden, nothing in a linked folder, and
-of linked images those that lie in an opened folder.
+Nothing inside a cache, a model or a run is found but the LoRAs of a run; nothing hidden, nothing in a linked folder,
+and of linked images those that lie in an opened folder. Folders that are looked into, and files that are looked at, are
+bounded, whatever is found.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import PIPELINE_INDEX
 from qwen_cache.settings.load import CONFIG_NAME
-from qwen_cache.sources.places import IMAGE_EXTENSIONS
-from qwen_train.inference.images import FINAL
+from qwen_cache.sources.detect import ARCHIVES, METADATA_TABLES, SAVED
+from qwen_cache.sources.layouts import CONTROL_FOLDERS, TARGET_FOLDERS
+from qwen_cache.sources.places import IMAGE_EXTENSIONS, open_regular, suffix
+from qwen_cache.sources.tables import READERS
 from qwen_train.lora.files import WEIGHTS_NAME
 from qwen_train.run import CHECKPOINT, METRICS_NAME
 from qwen_train.ui.workspace import Workspace
 
 DEPTH = 4  # levels of folders: runs/2026/cats/out
 MOST_FOLDERS = 4000
-MOST_FILES = 2000  # images that are offered, and LoRAs
+MOST_FILES = 2000  # that are looked at: images, LoRAs
+MOST_SOURCES = 50  # that are offered
 LORA_FOLDERS = ("loras", "lora")
 """Folders whose .safetensors are offered as LoRAs, beside the opened folders themselves."""
+ROLES = (*TARGET_FOLDERS, *CONTROL_FOLDERS)
+"""Names of folders that are a part of a source."""
 
 
 @dataclass(frozen=True)
@@ -35,56 +42,140 @@ class Folder:
     """A folder, what it is, and the names in it, in order."""
 
     path: Path
+    depth: int
+    """Below the opened folder."""
     kind: str
     """`run`, `cache`, `model`, or empty."""
     files: tuple[str, ...]
     links: tuple[str, ...]
+    steps: tuple[int, ...]
+    """The steps of the checkpoints in it."""
+
+    @property
+    def images(self) -> list[str]:
+        """The names of images, among them links."""
+        return sorted(name for name in (*self.files, *self.links) if name.lower().endswith(IMAGE_EXTENSIONS))
+
+    @property
+    def stems(self) -> set[str]:
+        """The names of images without their endings."""
+        return {name.rpartition(".")[0] for name in self.images}
+
+    @property
+    def is_source(self) -> bool:
+        """True if a table or tars in it make it one source."""
+        names = {*self.files}
+        return bool(names & {*METADATA_TABLES, SAVED}) or any(suffix(Path(name)) in ARCHIVES for name in names)
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A LoRA, by the path that `--lora` takes: a file, or the folder of a run or of its checkpoint."""
+
+    path: Path
+    changed: float
+    run: Path | None = None
+    step: int | None = None
+    """None for the LoRA of a run's end, and for one of no run."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """Folders that were found, the nearest first."""
+    """The folders that were looked into, the nearest first."""
 
-    caches: tuple[Path, ...]
-    models: tuple[Path, ...]
-    runs: tuple[Path, ...]
-    is_complete: bool
-    """True if all folders were looked at."""
+    workspace: Workspace
+    folders: tuple[Folder, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all folders were looked into."""
+        return len(self.folders) < MOST_FOLDERS
+
+    @cached_property
+    def caches(self) -> list[Path]:
+        return self._of_kind("cache")
+
+    @cached_property
+    def models(self) -> list[Path]:
+        return self._of_kind("model")
+
+    @cached_property
+    def runs(self) -> list[Path]:
+        return self._of_kind("run")
+
+    def _of_kind(self, kind: str) -> list[Path]:
+        return [each.path for each in self.folders if each.kind == kind]
+
+    @cached_property
+    def images(self) -> list[Path]:
+        """The images that `build` and `predict` read, among the first `MOST_FILES`."""
+        named = ((each, name) for each in self.folders if not each.kind for name in each.images)
+        return [
+            folder.path / name
+            for folder, name in islice(named, MOST_FILES)
+            if name not in folder.links or self.workspace.is_inside(folder.path / name)
+        ]
+
+    @cached_property
+    def loras(self) -> list[Lora]:
+        """The LoRAs of runs, the newest run and step first, then other files; at most `MOST_FILES` are looked at."""
+        left, of_runs, others = MOST_FILES, list[list[Lora]](), list[Lora]()
+        for folder in self.folders:
+            is_run = folder.steps or WEIGHTS_NAME in folder.files
+            is_of_loras = not folder.kind and (folder.depth == 0 or folder.path.name in LORA_FOLDERS)
+            names = [name for name in folder.files if name.lower().endswith(".safetensors")] if is_of_loras else []
+            if is_run:
+                of_runs.append(loras_of(folder.path, folder.steps[-left:] if left else ()))
+                left = max(0, left - len(folder.steps) - 1)
+            for name in names[:left] if not is_run else ():
+                left -= 1
+                others += [Lora(folder.path / name, changed) for changed in _changed(folder.path / name)]
+        of_runs.sort(key=lambda loras: -max((each.changed for each in loras), default=0.0))
+        return [*(lora for loras in of_runs for lora in loras), *others]
+
+    @cached_property
+    def sources(self) -> list[tuple[Path, int]]:
+        """Likely sources with the number of their images, 0 for tables and tars; at most `MOST_SOURCES`.
+
+        Folders beside each other with images of the same names are one source, the folder that they are in.
+        """
+        unknown = [each for each in self.folders if not each.kind]
+        counts = Counter[Path]()
+        stems = Counter((each.path.parent, stem) for each in unknown for stem in each.stems)
+        for folder in unknown:
+            above = [folder.path, *folder.path.parents][: folder.depth]
+            roles = [each.parent for each in above if each.name in ROLES]
+            has_twin = folder.depth and any(stems[folder.path.parent, stem] > 1 for stem in folder.stems)
+            source = roles[-1] if roles else folder.path.parent if has_twin else folder.path
+            counts[source] += len(folder.images)
+        found = {path: count for path, count in counts.items() if count}
+        near = [each for each in unknown if each.depth <= 1 and each.path not in found]
+        of_tables = [each for each in near if each.depth and each.is_source]
+        found |= {each.path: 0 for each in of_tables}
+        tables = (each.path / name for each in near if each not in of_tables for name in each.files if _may_list(name))
+        found |= {path: 0 for path in islice(tables, MOST_FILES) if _is_table(path)}
+        return sorted(found.items())[:MOST_SOURCES]
 
 
 def find(workspace: Workspace) -> Found:
-    """The caches, models and runs in the opened folders."""
-    looked = list(_folders(workspace))
-    of_kind = {kind: tuple(each.path for each in looked if each.kind == kind) for kind in ("cache", "model", "run")}
-    return Found(of_kind["cache"], of_kind["model"], of_kind["run"], len(looked) < MOST_FOLDERS)
+    """What is in the opened folders."""
+    return Found(workspace, tuple(_folders(workspace)))
 
 
-def images(workspace: Workspace) -> list[Path]:
-    """The images in the opened folders that `build` and `predict` read; at most `MOST_FILES`."""
-    found = (
-        folder.path / name
-        for folder in _folders(workspace)
-        if not folder.kind
-        for name in sorted((*folder.files, *folder.links))
-        if name.lower().endswith(IMAGE_EXTENSIONS)
-        and (name not in folder.links or workspace.is_inside(folder.path / name))
-    )
-    return list(islice(found, MOST_FILES))
+def loras_of(run: Path, steps: Sequence[int]) -> list[Lora]:
+    """The LoRAs of the run in a folder and of the checkpoints of these steps, which ascend; the newest first.
 
-
-def loras(workspace: Workspace) -> list[dict[str, Any]]:
-    """LoRAs as JSON: path, and of a run's folder its checkpoints, `final` last; at most `MOST_FILES`."""
-    return list(islice(_loras(workspace), MOST_FILES))
-
-
-def _loras(workspace: Workspace) -> Iterator[dict[str, Any]]:
-    opened = (workspace.folder, *workspace.allowed)
-    for folder in _folders(workspace):
-        if WEIGHTS_NAME in folder.files:
-            yield {"path": workspace.shown(folder.path), "checkpoints": [*steps_of_checkpoints(folder.path), FINAL]}
-        elif not folder.kind and (folder.path in opened or folder.path.name in LORA_FOLDERS):
-            single = (name for name in folder.files if name.lower().endswith(".safetensors"))
-            yield from ({"path": workspace.shown(folder.path / name), "checkpoints": []} for name in single)
+    That of its end is the newest, unless the run was resumed since.
+    """
+    of_steps = [
+        Lora(folder, changed, run, step)
+        for step in reversed(steps)
+        for folder in [run / f"checkpoint-{step}"]
+        for changed in _changed(folder / WEIGHTS_NAME)
+    ]
+    of_end = [Lora(run, changed, run) for changed in _changed(run / WEIGHTS_NAME)]
+    is_newest = not of_steps or (of_end and of_end[0].changed >= of_steps[0].changed)
+    return [*of_end, *of_steps] if is_newest else [*of_steps, *of_end]
 
 
 def steps_of_checkpoints(folder: Path) -> list[int]:
@@ -94,23 +185,33 @@ def steps_of_checkpoints(folder: Path) -> list[int]:
     return []
 
 
+def _changed(file: Path) -> list[float]:
+    """The time of a file's last change; none if there is no such file."""
+    with suppress(OSError):
+        return [file.stat().st_mtime] if file.is_file() else []
+    return []
+
+
 def _folders(workspace: Workspace) -> Iterator[Folder]:
-    waiting, seen = [(each, DEPTH) for each in (workspace.folder, *workspace.allowed)], 0
+    waiting, seen = [(each, 0) for each in (workspace.folder, *workspace.allowed)], 0
     while waiting and seen < MOST_FOLDERS:
         (path, depth), seen = waiting.pop(0), seen + 1
-        inner, files, links = list[str](), list[str](), set[str]()
+        inner, files, links, steps = list[str](), list[str](), set[str](), list[int]()
         with suppress(OSError), os.scandir(path) as entries:
             for each in entries:
                 if each.is_dir(follow_symlinks=False):
-                    inner += [each.name] if each.name[0] != "." and not CHECKPOINT.fullmatch(each.name) else []
+                    if match := CHECKPOINT.fullmatch(each.name):
+                        steps.append(int(match[1]))
+                    elif each.name[0] != ".":
+                        inner.append(each.name)
                 elif each.is_file(follow_symlinks=False):
                     files.append(each.name)
                 else:
                     links.add(each.name)
-        folder = Folder(path, _kind(path, {*files}, links), tuple(sorted(files)), tuple(sorted(links)))
-        yield folder
-        if depth and not folder.kind:
-            waiting += [(path / name, depth - 1) for name in sorted(inner)]
+        kind = _kind(path, {*files}, links)
+        yield Folder(path, depth, kind, tuple(sorted(files)), tuple(sorted(links)), tuple(sorted(steps)))
+        if depth < DEPTH and not kind:
+            waiting += [(path / name, depth + 1) for name in sorted(inner)]
 
 
 def _kind(path: Path, files: set[str], links: set[str]) -> str:
@@ -121,3 +222,18 @@ def _kind(path: Path, files: set[str], links: set[str]) -> str:
     if MANIFEST_NAME in files | linked:
         return "cache"
     return "model" if PIPELINE_INDEX in files | linked else ""
+
+
+def _may_list(name: str) -> bool:
+    return suffix(Path(name)) in (*READERS, *ARCHIVES)
+
+
+def _is_table(path: Path) -> bool:
+    """True if it may be one: other files of JSON are no lists."""
+    if suffix(path) != ".json":
+        return True
+    try:
+        with open_regular(path) as file:
+            return file.read(100).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError:
+        return False

@@ -27,6 +27,7 @@ from qwen_train.training.report import REPORT_NAME
 from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
+from qwen_train.ui.refusals import check_training, pipeline_of
 from qwen_train.ui.runs import run_at
 from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of, written_page
 
@@ -78,10 +79,11 @@ class Prepared:
     folder: str
 
 
-def new_run(workspace: Workspace, form: Form) -> Prepared:
-    """The command of a new run; ConfigError names the setting at fault, RefusedError a path outside."""
+def new_run(workspace: Workspace, form: Form, jobs: Sequence[Job]) -> Prepared:
+    """The command of a new run behind these jobs; ConfigError names the setting at fault, RefusedError a path."""
     config = workspace.settings(form.changes)
     check_paths(workspace, config)
+    check_training(workspace, config, jobs)
     decoder = config.validation.vae_device
     environment, changes, devices, processes = on_devices(form.devices, form.changes, decoder, form.has_gpus)
     arguments = ["run", *_cache(changes), *_options(changes, COMMANDS["run"])]
@@ -89,14 +91,19 @@ def new_run(workspace: Workspace, form: Form) -> Prepared:
     return Prepared(command, devices, config.train.output_dir)
 
 
-def resumed(workspace: Workspace, asked: Continued, earlier: Job | None) -> Prepared:
-    """The command that continues a run with its own settings and these changes, where `earlier` ran unless told."""
+def resumed(workspace: Workspace, asked: Continued, jobs: Sequence[Job]) -> Prepared:
+    """The command that continues a run with its own settings and these changes, behind these jobs.
+
+    Unless told, on the devices of the newest of them that trained it.
+    """
+    earlier = _earlier(jobs, workspace, asked.folder)
     run = run_at(workspace, asked.folder)
     changes = {key: value for key, value in asked.changes.items() if key != "train.output_dir"}
     config = load_saved(run / CONFIG_NAME, (), given(changes))
     arguments = ["run", "--resume", *COMMANDS["run"].typed("train.output_dir", workspace.shown(run))]
     check_written(workspace, config, run)
     check_read(workspace, config)
+    check_training(workspace, config, jobs)
     if earlier and not asked.devices:
         environment, devices, processes = earlier.command.environment, earlier.devices, earlier.command.processes
     else:
@@ -120,7 +127,9 @@ def _of_machine(device: str | None, earlier: Job | None) -> str | None:
 
 def planned(workspace: Workspace, form: Form) -> Command:
     """The command that predicts the memory of such a run."""
-    check_paths(workspace, workspace.settings(form.changes))
+    config = workspace.settings(form.changes)
+    check_paths(workspace, config)
+    check_training(workspace, config, ())
     changes = {key: value for key, value in form.changes.items() if key != "train.output_dir"}
     size = ["--gpu-memory", f"{form.gpu_memory}B"] if form.gpu_memory else []
     return Command("qwen-train", ("plan", *_cache(changes), *_options(changes, COMMANDS["plan"]), *size, "--json"))
@@ -134,6 +143,7 @@ def encoding(workspace: Workspace, form: Form) -> Prepared:
     before = workspace.settings().cache.reuse
     for name in (config.cache.path, config.validation_cache, *(set(config.cache.reuse) - set(before))):
         workspace.location(name)
+    pipeline_of(workspace, config.model.path)
     path = changes.pop("cache.path", None)
     build, device = CACHE_COMMANDS["build"], form.devices[0] if form.devices else AUTO
     on = [part for key in ("cache.vae_device", "cache.text_device") for part in build.typed(key, device)]
@@ -280,7 +290,7 @@ class MetricsFiles:
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
     router = router_of()
-    _add_form(router, workspace, checks)
+    _add_form(router, workspace, queue, checks)
     _add_jobs(router, workspace, queue)
     _add_runs(router, workspace)
     _add_images(router, workspace)
@@ -290,7 +300,7 @@ def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
 # ---- before a run ----------------------------------------------------------------------------------------------------
 
 
-def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
+def _add_form(router: APIRouter, workspace: Workspace, queue: Queue, checks: Checks) -> None:
     @router.get("/api/train/places")
     def places() -> dict[str, Any]:
         """The caches that were found, and a free folder for a new run."""
@@ -305,13 +315,12 @@ def _add_form(router: APIRouter, workspace: Workspace, checks: Checks) -> None:
     @router.get("/api/train/controls")
     def controls() -> dict[str, Any]:
         """Images in the opened folder that a validation prompt can take as its controls."""
-        found = search.images(workspace)
-        return {"images": [workspace.shown(each) for each in found]}
+        return {"images": [workspace.shown(each) for each in search.find(workspace).images]}
 
     @router.post("/api/train/command")
     def command(form: Form) -> dict[str, Any]:
         """The command line of a new run; an error names the setting at fault."""
-        return _shown(new_run(workspace, form))
+        return _shown(new_run(workspace, form, queue.list()))
 
     @router.post("/api/train/plan")
     def plan(form: Form) -> dict[str, Any]:
@@ -356,7 +365,7 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
     @router.post("/api/train/start")
     def start(form: Form) -> dict[str, Any]:
         """A new run, in the queue."""
-        prepared = new_run(workspace, form)
+        prepared = new_run(workspace, form, queue.list())
         return add(prepared, f"Train {prepared.folder}")
 
     @router.post("/api/train/encode")
@@ -368,12 +377,12 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
     @router.post("/api/train/resume/command")
     def resume_command(asked: Continued) -> dict[str, Any]:
         """The command line that continues a run."""
-        return _shown(resumed(workspace, asked, _earlier(queue.list(), workspace, asked.folder)))
+        return _shown(resumed(workspace, asked, queue.list()))
 
     @router.post("/api/train/resume")
     def resume(asked: Continued) -> dict[str, Any]:
         """A run that continues, in the queue."""
-        prepared = resumed(workspace, asked, _earlier(queue.list(), workspace, asked.folder))
+        prepared = resumed(workspace, asked, queue.list())
         return add(prepared, f"Resume {prepared.folder}")
 
     @router.post("/api/train/decode")
