@@ -165,8 +165,12 @@ def test_models_are_read_from_anywhere(own: TestClient, project: Path, tmp_path:
     assert shlex.split(answer["line"])[2:4] == ["--model", form["model"]]
 
 
-def test_a_model_is_needed(tmp_path: Path) -> None:
+def test_a_source_and_a_model_are_needed(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny/model_index.json").write_text('{"_class_name": "QwenImageEditPipeline"}', encoding="utf-8")
+    build, (problem,) = checked(Workspace.open(tmp_path), Form(model="tiny"))
+    assert (build, problem.key, problem.what) == (None, "data.source", "no source is named")
     build, (problem,) = checked(Workspace.open(tmp_path), Form(source="photos"))
     assert (build, problem.key, problem.what) == (None, "model.path", "no model is named")
 

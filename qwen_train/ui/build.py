@@ -220,7 +220,9 @@ def _problems(workspace: Workspace, form: Form) -> Iterator[Problem]:
 
 def _known_failures(workspace: Workspace, settings: Config, form: Form) -> Iterator[Problem]:
     """The problems that the command would find once it runs."""
-    checks: list[Callable[[], object]] = [lambda: check_source(workspace, settings.data.source)]
+    is_given = form.source.strip() or "data.source" in form.changes
+    named = settings.data.source if is_given else workspace.default_source
+    checks: list[Callable[[], object]] = [lambda: check_source(workspace, named)]
     if not form.at.strip():
         checks.append(lambda: pipeline_of(workspace, settings.model.path))
     if form.mode == "repair":
@@ -275,10 +277,11 @@ class BuildPage:
 
     def start_values(self) -> dict[str, Any]:
         """The values of qwen.yaml, and the models and caches in the opened folders."""
-        values = self._workspace.settings().flat()
+        values = self._workspace.settings().flat() | {"data.source": self._workspace.default_source}
         found = search.find(self._workspace)
         return {
             "values": {key: values[key] for key in (*FIELDS, "cache.reuse")},
+            "sources": [self._workspace.shown(path) for path, _ in found.sources],
             "models": [self._workspace.shown(each) for each in found.models],
             "caches": [self._workspace.shown(each) for each in found.caches],
         }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from contextlib import suppress
 from threading import Lock
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,6 @@ from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
-from qwen_train.run import named_in
 from qwen_train.ui import runs, search
 from qwen_train.ui.build import Form, build_of
 from qwen_train.ui.jobs import Checks
@@ -129,11 +127,11 @@ def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
 def _add_reading(router: APIRouter, sources: Sources) -> None:
     @router.get("/sources")
     def in_the_folder() -> dict[str, Any]:
-        """What is in the opened folders; `default` is the source of qwen.yaml, or data if there is one."""
+        """The sources, caches and runs in the opened folders, and the source to open at first, if any."""
         workspace = sources.workspace
         found = search.find(workspace)
         return {
-            "default": default_source(workspace),
+            "default": workspace.default_source,
             "sources": [{"source": workspace.shown(path), "images": images} for path, images in found.sources],
             "caches": list(map(workspace.shown, found.caches)),
             "runs": [runs.about(workspace, run) for run in found.runs[:MOST_RUNS]],
@@ -191,15 +189,6 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
             for group in every[start : start + count]
         ]
         return {"total": len(every), "order": opened.order, "groups": shown}
-
-
-def default_source(workspace: Workspace) -> str:
-    """The source that is opened at first; empty if nobody has named one and the usual one is not there."""
-    with suppress(QwenCacheError):
-        name, file = workspace.settings().data.source, workspace.config_file
-        if (file and named_in(file, ["data.source"])) or (workspace.folder / name).exists():
-            return name
-    return ""
 
 
 def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> None:

@@ -41,7 +41,10 @@ def told_at(key: str, found: object = None, kind: type[QwenCacheError] = QwenCac
 
 
 def check_source(workspace: Workspace, name: str) -> None:
-    """ConfigError if there is no such source."""
+    """ConfigError if no source is named, or there is none of this name."""
+    if not name:
+        do = "name a folder of images, a table or tars; Data shows what is in this folder"
+        raise ConfigError("no source is named", where="data.source", do=do)
     with told_at("data.source", name):
         check_exists(_place(workspace, name))
 

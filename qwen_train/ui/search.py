@@ -158,7 +158,7 @@ class Found:
 
 
 def find(workspace: Workspace) -> Found:
-    """What is in the opened folders."""
+    """All that is in the opened folders."""
     return Found(workspace, tuple(_folders(workspace)))
 
 

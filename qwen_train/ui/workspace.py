@@ -26,6 +26,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
 from qwen_cache.sources.images import upright_size
 from qwen_cache.storage.remote import Location, is_remote, location
+from qwen_train.run import named_in
 
 # ---- workspace -------------------------------------------------------------------------------------------------------
 # The opened folder: its settings, the state of the UI in it, and which files may be read and written.
@@ -97,6 +98,15 @@ class Workspace:
         """qwen.yaml of the folder, if there is one."""
         file = self.folder / CONFIG_NAME
         return file if file.is_file() else None
+
+    @property
+    def default_source(self) -> str:
+        """The source of qwen.yaml, or the usual one if it is there; empty if nobody has named one."""
+        with suppress(ConfigError):
+            name, file = self.settings().data.source, self.config_file
+            if (file and named_in(file, ["data.source"])) or (self.folder / name).exists():
+                return name
+        return ""
 
     def settings(self, changes: Mapping[str, Any] | None = None) -> Config:
         """The settings of qwen.yaml with these changes, by dotted name; ConfigError names the setting at fault."""

@@ -67,9 +67,6 @@ export function showImage(img, path) {
   return img;
 }
 
-// The name under which this browser keeps something for the opened folder.
-export const keptAs = (name) => `qwen-cache ${document.body.dataset.folder} ${name}`;
-
 // An element. Properties that start with `on` are listeners, others are attributes; true is an empty attribute, and
 // null, undefined and false leave one out. Children are elements or text, never markup.
 export function element(tag, properties = {}, ...children) {

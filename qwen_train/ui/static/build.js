@@ -6,10 +6,12 @@ import { CommandForm } from "./command_form.js";
 import { deviceList, deviceSelect } from "./devices.js";
 import { JobCards } from "./job_card.js";
 import { isEnded, look, newestFirst, onJobs } from "./jobs.js";
+import { chosen, kept, linkTo } from "./project.js";
 import { SettingsForm } from "./settings_form.js";
 import { signed } from "./token.js";
 
 const FIELDS = { source: "data.source", model: "model.path", cache: "cache.path", format: "cache.format" };
+const SHARED = ["source", "model", "cache"];
 const OWN = [...Object.values(FIELDS), "cache.vae_device", "cache.text_device", "cache.reuse"];
 const COMMON = [
   "data.vae_image_size", "data.resolution", "data.resize_mode", "data.on_error", "data.edit_mask", "data.trigger_word",
@@ -24,7 +26,7 @@ const settings = new SettingsForm(at("settings"), {
   sections: ["data", "cache", "model"], common: COMMON, without: OWN, onchange: changed,
 });
 const form = new CommandForm({
-  name: "build", path: "/api/build/command", body: values, values: kept, settings, place: at("command"),
+  name: "build", path: "/api/build/command", body: values, choices, values: others, settings, place: at("command"),
   fields: { ...swapped(FIELDS), "cache.reuse": "reuse", watch: "watch", at: "server" },
   buttons: ["plan", "measure", "start"],
   isUseless: (name) => name === "measure" && values().at !== "", // it would measure a server
@@ -44,10 +46,15 @@ function values() {
   };
 }
 
-// What differs from qwen.yaml is kept in this browser.
-function kept() {
+// What is as in qwen.yaml may change there, and is not kept.
+function choices() {
+  const now = values();
+  return Object.fromEntries(SHARED.map((name) => [name, now[name] === base[name] ? "" : now[name]]));
+}
+
+function others() {
   const { changes, ...now } = values();
-  const isOther = ([name, value]) => JSON.stringify(value) !== JSON.stringify(base[name]);
+  const isOther = ([name, value]) => !SHARED.includes(name) && JSON.stringify(value) !== JSON.stringify(base[name]);
   return Object.fromEntries(Object.entries(now).filter(isOther));
 }
 
@@ -59,7 +66,7 @@ function fill(given) {
   at("reuse").value = given.reuse.join(", ");
   at("watch").value = given.watch;
   at("rehash").checked = given.rehash;
-  at(`mode-${given.mode}`).checked = true;
+  (at(`mode-${given.mode}`) ?? at("mode-new")).checked = true;
 }
 
 function showMode() {
@@ -125,9 +132,9 @@ const cacheCards = new JobCards({ extra: showFound });
 async function showBuilt(job, card) {
   if (job.kind !== "build" || !["done", "stopped"].includes(job.state)) return;
   if (!card.extra.firstChild) {
-    const go = element("button", { type: "button" }, "Look at the cache");
-    go.addEventListener("click", () => begin(go, "look", job.about.cache));
-    const next = element("div", { class: "row" }, go, element("a", { href: "/train" }, "Train from it"));
+    const { cache, model } = job.about, go = element("button", { type: "button" }, "Look at the cache");
+    go.addEventListener("click", () => begin(go, "look", cache));
+    const next = element("div", { class: "row" }, go, element("a", { href: linkTo("train", { cache, model }) }, "Train from it"));
     card.extra.append(element("p"), ...(job.state === "done" ? [next] : []));
   }
   await card.output.read(job);
@@ -205,8 +212,9 @@ const begin = (button, name, cache) => act(button, async () => reveal(await post
 const deviceChoice = (title, about) => deviceSelect(title, { several: true, about, onchange: changed });
 
 async function open() {
-  const { values: found, models, caches } = await get("/api/build");
+  const { values: found, sources, models, caches } = await get("/api/build");
   const own = Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, found[key] ?? ""]));
+  offer(at("sources"), sources);
   offer(at("models"), models);
   offer(at("caches"), caches);
   devices.vae = deviceChoice("VAE", "Encodes the images. With several devices, each encodes other samples.");
@@ -218,8 +226,8 @@ async function open() {
     ...own, vae_device: found["cache.vae_device"], text_device: found["cache.text_device"],
     reuse: found["cache.reuse"], at: "", mode: "new", watch: 10, rehash: false,
   };
-  const source = new URLSearchParams(location.search).get("source");
-  fill({ ...base, ...form.kept, ...(source ? { source } : {}) });
+  const shared = Object.fromEntries(SHARED.map((name) => [name, chosen(name) || base[name]]));
+  fill({ ...base, ...kept("build", base), ...shared });
   at("looked").value = at("cache").value;
   await settings.load();
   showMode();

@@ -1,26 +1,26 @@
 // A form that is a command line: after each change it is kept in this browser, and the program is asked for its line
 // and for what is wrong, which is shown at the fields and in a list. Its buttons work while there is a line.
 
-import { act, at, commandLine, element, keptAs, post, showError } from "./api.js";
-import { keepAt, keptAt } from "./kept.js";
+import { act, at, commandLine, element, post, showError } from "./api.js";
+import { choose, keep } from "./project.js";
 import { showProblem } from "./settings_form.js";
 
 const PAUSE = 300; // ms after a change until the line is asked for
 
 export class CommandForm {
   // `name`: of what is kept. `path`: of the route that answers {line} and perhaps {problems}, or refuses with an error.
-  // `body()`: what it gets; null while there is nothing to ask for. `values()`: what is kept. `settings`: the
-  // SettingsForm. `fields`: the ids of other inputs, by their settings. `place`, `label`: of the line. `buttons`: ids.
+  // `body()`: what it gets; null while there is nothing to ask for. `choices()`: what all pages share. `values()`: what
+  // is kept besides. `settings`: the SettingsForm. `fields`: the ids of other inputs, by their settings. `place`, `label`: of the line. `buttons`: ids.
   // `isUseless(id)`: whether a button has nothing to do. `onanswer(problems)` is called after each answer.
   constructor(options) {
     Object.assign(this, { fields: {}, isUseless: () => false, onanswer: () => {} }, options);
-    Object.assign(this, { storage: keptAs(this.name), line: "", asked: 0 });
-    this.kept = keptAt(this.storage);
+    Object.assign(this, { line: "", asked: 0 });
     this.enable();
   }
 
   changed() {
-    keepAt(this.storage, this.values());
+    choose(this.choices());
+    keep(this.name, this.values());
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.ask().catch(showError), PAUSE);
   }

@@ -1,16 +1,17 @@
 // The Data page: a source, its rows, and what to do about them. Rows, dialog and groups are modules of their own.
 
-import { act, announce, commandLine, element, get, keptAs, plural, poll, post, showError, time } from "./api.js";
+import { act, announce, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
 import { RowEditor } from "./data_editor.js";
 import { GroupView } from "./data_groups.js";
 import { RowList } from "./data_list.js";
 import { makeRow } from "./data_row.js";
-import { keptAt } from "./kept.js";
+import { choose, chosen, kept, linkTo } from "./project.js";
 import { keptChanges } from "./settings_form.js";
 
 const byId = (id) => document.getElementById(id);
 const BASIC = ["problems", "left_out", "kept", "no_mask", "no_control", "no_prompt"];
 const QUICK = 300, SLOW = 3000;  // ms between two looks: while something runs, and else
+const OF_BUILD = { vae_device: "", text_device: "", at: "", format: "", reuse: [] };  // what Check takes of that form
 const FEW = 2;  // problems of no row that are shown at once
 
 const address = new URLSearchParams(location.search);
@@ -21,7 +22,7 @@ const query = (more = {}) => new URLSearchParams({ source: page.source, ...view,
 
 // What rows, dialog and groups share.
 const page = {
-  source: address.get("source") ?? "",
+  source: "",
   selected: new Set(),
   drafts: new Map(),
   labels: {},
@@ -72,6 +73,7 @@ async function open(source) {
   showSelection();
   list.renew();
   remember();
+  showPlaces();
   if (source) await lookAgain();
   else showNothing();
 }
@@ -88,6 +90,7 @@ async function look() {
     if (error.status === 403 || error.status === 422) {  // as long as nothing else is opened
       page.source = "";
       showNothing();
+      showPlaces();
     }
     throw error;
   });
@@ -105,6 +108,7 @@ async function look() {
     }
   }
   if (editor.isOpen && !editor.isUnsaved && wasEditable !== page.isEditable) editor.renew();
+  if (fresh.state === "ready" && chosen("source") !== source) choose({ source });
   showSummary();
   const isRunning = fresh.listing || fresh.check?.state === "running" || fresh.scan?.state === "running";
   clearTimeout(look.timer);
@@ -118,6 +122,31 @@ async function settled() {
     if (!listing) return;
     await new Promise((resolve) => setTimeout(resolve, QUICK));
   }
+}
+
+// What is in the folder, as long as no source is open; and the way from an open one to its build.
+function showPlaces() {
+  const { source } = page;
+  byId("opened").hidden = !source;
+  byId("folder").hidden = Boolean(source);
+  byId("build-this").hidden = !source;
+  byId("build-this").href = linkTo("build", { source });
+}
+
+function showFound({ sources, caches, runs }) {
+  byId("sources").replaceChildren(...sources.map(({ source }) => element("option", { value: source })));
+  const choice = (text, about, open) => element("li", {}, open(text), about ? ` ${about}` : "");
+  const link = (page, choices) => (text) => element("a", { href: linkTo(page, choices) }, text);
+  const opener = (source) => (text) =>
+    element("a", { href: linkTo("data", { source }), onclick: (event) => { event.preventDefault(); act(null, () => open(source)); } }, text);
+  const parts = {
+    sources: sources.map(({ source, images }) => choice(source, images ? plural(images, "image") : "a table or tars", opener(source))),
+    caches: caches.map((cache) => choice(cache, "cache: train from it", link("train", { cache }))),
+    runs: runs.map(({ folder, step }) => choice(`run ${folder}`, `step ${step.toLocaleString("en")}`, link("train", { run: folder }))),
+  };
+  const found = Object.values(parts).flat();
+  byId("found").replaceChildren(...found);
+  byId("none-found").hidden = found.length > 0;
 }
 
 // No source is open: neither rows nor facts of another one.
@@ -190,7 +219,7 @@ function showTask(check, scan) {
       element("span", { class: scan.state === "failed" ? "problem" : "muted" },
         { running: `${scan.what}: ${left}`, done: found.length ? "found:" : "no duplicates or outliers", stopped: "stopped before the end", failed: scan.error }[scan.state]),
       scan.state === "running" ? stopButton("/api/data/scan/stop") : null,
-      ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => choose(name) },
+      ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => filterBy(name) },
         `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`)) : []));
   }
   const key = JSON.stringify([check && [check.state, check.message], scan && [scan.state, scan.what]]);
@@ -224,7 +253,7 @@ function showFilters() {
 
 // ---- the view --------------------------------------------------------------------------------------------------------
 
-function choose(filter) {
+function filterBy(filter) {
   view.filter = filter;
   renew();
   showFilters();
@@ -269,7 +298,8 @@ byId("jump").addEventListener("change", (event) => act(null, async () => {
 byId("jump").addEventListener("input", (event) => event.target.setCustomValidity(""));
 byId("compare").addEventListener("click", () => compare(!comparing));
 byId("check").addEventListener("click", (event) => act(event.target, async () => {
-  const form = { ...keptAt(keptAs("build")), changes: keptChanges("/build") }; // of the Build page
+  const shared = { model: chosen("model"), cache: chosen("cache") };
+  const form = { ...kept("build", OF_BUILD), ...shared, changes: keptChanges("build") }; // of the Build page
   await post("/api/data/check", { source: page.source, form });
   lookAgain();
 }));
@@ -354,9 +384,10 @@ addEventListener("beforeunload", (event) => { if (page.drafts.size || editor.isU
 
 byId("search").value = view.search;
 byId("sort").value = view.sort;
-byId("source").value = page.source;
-get("/api/data/sources").then(async (known) => {
-  byId("sources").replaceChildren(...known.sources.map((value) => element("option", { value })));
-  if (!page.source) await open(known.default);
-}).catch(showError);
 lookAgain = poll(look, () => SLOW);
+const last = chosen("source");
+if (last) open(last).catch(showError);
+get("/api/data/sources").then(async (found) => {
+  showFound(found);
+  if (!last && !page.source) await open(found.default);
+}).catch(showError);

@@ -4,10 +4,15 @@ import { act, ask, at, clearError, element, get, offer, showError, showImage, up
 import { CommandForm } from "./command_form.js";
 import { deviceSelect } from "./devices.js";
 import { AXES } from "./generate_results.js";
-import { look } from "./jobs.js";
+import { isActive, look, onJobs } from "./jobs.js";
+import { chosen, kept } from "./project.js";
 import { SettingsForm } from "./settings_form.js";
 
 const form = at("wish"), prompt = at("prompt"), model = at("model"), lora = at("lora"), strength = at("strength");
+const typed = at("lora-path"), OTHER = "/"; // the choice of a LoRA by its path
+const EXAMPLE = { images: [], prompt: "", model: "", of: "", none: true, strength: 1, several: "", axes: [], devices: {} };
+const REST = 20, LEAST = 10_000; // times as long as the last look for LoRAs took, and ms, until the next one
+const MOST_VALUES = 20; // of an axis
 const EXAMPLES = {
   lora_weight: "0,0.5,1,1.5", num_inference_steps: "10,20,40", true_cfg_scale: "1,2,4", seed: "0,1,2,3",
 };
@@ -15,32 +20,33 @@ const DEVICES = {
   device: "Device", vae_device: "Another one for the VAE", text_device: "Another one for the text encoder",
   transformer_device: "Another one for the transformer",
 };
-let images = [], choices = { loras: [], images: [] };
+let images = [], found = { loras: [], images: [], models: [], model: null }, lookedAt = 0, rest = 0;
 
 // ---- the wish -------------------------------------------------------------------------------------------------------
 
 const settings = new SettingsForm(at("settings"), {
-  sections: ["predict"],
+  sections: ["predict", "model"],
   common: ["predict.num_inference_steps", "predict.seed", "predict.negative_prompt", "predict.true_cfg_scale"],
-  onchange: changed,
+  without: ["model.path"], onchange: changed,
 });
 const devices = Object.fromEntries(Object.entries(DEVICES).map(([name, title]) =>
   [name, deviceSelect(title, { onchange: changed })]));
-const axes = [axisControl("Columns", "choose one"), axisControl("Rows", "no second axis")];
+const axes = [axisControl("columns", "Columns", "choose one"), axisControl("rows", "Rows", "no second axis")];
 const command = new CommandForm({
-  name: "wish", path: "/api/generate/command", body: () => (prompt.value.trim() ? wish() : null), values: kept,
-  settings, place: at("command"), buttons: ["start"],
+  name: "generate", path: "/api/generate/command", body: () => (prompt.value.trim() ? wish() : null), choices,
+  values: others, settings, place: at("command"), buttons: ["start"],
+  fields: { prompt: "prompt", images: "from-folder", lora: "lora", "model.path": "model", grid: "columns" },
 });
 
-function axisControl(title, none) {
-  const select = element("select", { "aria-label": `${title}: what varies` },
+function axisControl(id, title, none) {
+  const select = element("select", { id, "aria-label": `${title}: what varies`, "aria-describedby": `${id}-problem` },
     ...Object.entries({ "": none, ...AXES }).map(([value, label]) => element("option", { value }, label)));
   const values = element("input", {
     "aria-label": `${title}: its values, separated by commas`, placeholder: "values, separated by commas",
   });
   select.addEventListener("change", () => {
-    const steps = choices.loras.find((each) => each.path === lora.value)?.checkpoints ?? [];
-    values.value = select.value === "checkpoint" ? steps.join(",") : EXAMPLES[select.value] ?? "";
+    const steps = known()?.checkpoints ?? [];
+    values.value = select.value === "checkpoint" ? steps.slice(-MOST_VALUES).join(",") : EXAMPLES[select.value] ?? "";
     changed();
   });
   values.addEventListener("input", changed);
@@ -53,28 +59,83 @@ const several = () => form.elements.several.value;
 function grid() {
   if (several() === "without") return [{ name: "lora_weight", values: `0,${Number(strength.value)}` }];
   if (several() === "") return [];
-  const chosen = axes.filter(({ select }) => select.value);
-  return chosen.map(({ select, values }) => ({ name: select.value, values: values.value }));
+  const varied = axes.filter(({ select }) => select.value);
+  return varied.map(({ select, values }) => ({ name: select.value, values: values.value }));
 }
 
 const wish = () => ({
-  model: model.value.trim(), images, prompt: prompt.value, lora: lora.value, strength: Number(strength.value),
+  model: model.value.trim(), images, prompt: prompt.value, lora: loraPath(), strength: Number(strength.value),
   devices: Object.fromEntries(Object.keys(DEVICES).map((name) => [name, devices[name].value])),
   grid: grid(), changes: settings.values,
 });
 
-function kept() {
-  return { ...wish(), several: several(), axes: axes.map(({ select, values }) => [select.value, values.value]) };
+// The model is that of the run, and kept with the LoRA, or else the one that all pages have.
+function choices() {
+  const name = model.value.trim(), { run, model: ofRun } = known() ?? {};
+  const shared = ofRun ? {} : { model: name === found.model ? "" : name };
+  return { lora: loraPath(), ...(run ? { run } : {}), ...shared };
+}
+
+function others() {
+  const { lora: of, grid: _, changes: __, ...rest } = wish();
+  const none = lora.value === "" && found.loras.length > 0;
+  return { ...rest, of, none, several: several(), axes: axes.map(({ select, values }) => [select.value, values.value]) };
 }
 
 function changed() {
+  const isNone = !loraPath();
   const isVaried = several() === "grid" && grid().some((axis) => axis.name === "lora_weight");
   at("strength-value").textContent = Number(strength.value);
-  at("strength-setting").hidden = !lora.value || isVaried;
+  at("strength-setting").hidden = isNone || isVaried;
+  typed.hidden = lora.value !== OTHER;
+  at("model-about").textContent = known()?.model ? `The run ${known().run} was trained on ${known().model}.` : "";
   at("axes").hidden = several() !== "grid";
-  form.elements.several.value = !lora.value && several() === "without" ? "" : several();
-  form.querySelector("[value=without]").disabled = !lora.value;
+  form.elements.several.value = isNone && several() === "without" ? "" : several();
+  form.querySelector("[value=without]").disabled = isNone;
   if (settings.settings) command.changed();
+}
+
+// ---- the LoRA -------------------------------------------------------------------------------------------------------
+
+const loraPath = () => (lora.value === OTHER ? typed.value.trim() : lora.value);
+
+// What is known of the chosen LoRA.
+const known = () => found.loras.find(({ path }) => path === loraPath());
+
+const when = (step) => step === null ? "at its end" : `step ${step.toLocaleString("en")}`;
+const title = ({ path, run, step }) => run ? `${run}, ${when(step)}` : path;
+
+function showLoras() {
+  const options = [["", "none"], ...found.loras.map((each) => [each.path, title(each)]), [OTHER, "another, by its path"]];
+  if (lora.dataset.shown === JSON.stringify(options)) return;
+  const was = lora.value;
+  lora.dataset.shown = JSON.stringify(options);
+  lora.replaceChildren(...options.map(([value, text]) => element("option", { value }, text)));
+  chooseLora(was);
+}
+
+// Choose a LoRA by its path, among those that were found or by typing it.
+function chooseLora(path) {
+  lora.value = path;
+  if (lora.value === path) return;
+  lora.value = OTHER;
+  typed.value = path;
+}
+
+function loraChanged() {
+  model.value = known()?.model ?? chosen("model");
+  changed();
+}
+
+async function lookForLoras() {
+  const began = performance.now();
+  found = await get("/api/generate/choices");
+  lookedAt = performance.now();
+  rest = Math.max(LEAST, REST * (lookedAt - began));
+  offer(at("images"), found.images);
+  offer(at("models"), found.models);
+  model.placeholder = found.model ?? "a diffusers folder, or a repository on the hub";
+  showLoras();
 }
 
 // ---- control images -------------------------------------------------------------------------------------------------
@@ -90,7 +151,7 @@ function showImages() {
 }
 
 function addImage(path) {
-  images.push(path);
+  if (!images.includes(path)) images.push(path);
   showImages();
   changed();
 }
@@ -122,35 +183,42 @@ form.addEventListener("drop", (event) => {
 // ---- the beginning --------------------------------------------------------------------------------------------------
 
 for (const control of [prompt, model, strength]) control.addEventListener("input", changed);
-for (const control of [lora, ...form.elements.several]) control.addEventListener("change", changed);
+for (const control of form.elements.several) control.addEventListener("change", changed);
+lora.addEventListener("change", loraChanged);
+typed.addEventListener("input", loraChanged);
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   command.act("start", async () => { if (await command.send("/api/generate/start")) await look(); });
 });
 
 async function open() {
-  choices = await get("/api/generate/choices");
-  offer(at("images"), choices.images);
-  lora.append(...choices.loras.map(({ path }) => element("option", { value: path }, path)));
-  model.placeholder = choices.model;
+  await lookForLoras();
   const [main, ...others] = Object.values(devices).map(({ node }) => node);
   at("devices").append(main, element("details", {}, element("summary", {}, "Other devices for some parts"), ...others));
-  restore(command.kept);
+  restore(kept("generate", EXAMPLE));
   await settings.load();
   changed();
+  // Runs write new checkpoints while this page is open.
+  onJobs(async ({ jobs }) => {
+    const isDue = performance.now() > lookedAt + rest && !document.hidden;
+    if (isDue && jobs.some((job) => job.kind === "train" && isActive(job))) await lookForLoras();
+  });
 }
 
 function restore(was) {
-  const asked = new URLSearchParams(location.search).get("lora");
-  const last = choices.loras.some((each) => each.path === was.lora) ? was.lora : choices.loras[0]?.path ?? "";
+  const newest = found.loras.find(({ run }) => run && run === chosen("run")) ?? found.loras[0];
+  chooseLora(chosen("lora") || (was.none ? "" : newest?.path ?? ""));
   images = (was.images ?? []).filter((path) => typeof path === "string");
   prompt.value = was.prompt ?? "";
-  model.value = was.model ?? "";
-  lora.value = asked ?? last;
+  const ofRun = known()?.model;
+  model.value = ofRun ? (was.of === loraPath() && was.model) || ofRun : chosen("model");
   strength.value = was.strength ?? 1;
   form.elements.several.value = was.several ?? "";
-  (was.axes ?? []).forEach(([name, values], i) => { axes[i].select.value = name; axes[i].values.value = values; });
-  for (const name of Object.keys(DEVICES)) if (was.devices?.[name]) devices[name].set(was.devices[name]);
+  (was.axes ?? []).filter(Array.isArray).slice(0, axes.length).forEach(([name, values], i) => {
+    axes[i].select.value = name;
+    axes[i].values.value = values;
+  });
+  for (const name of Object.keys(DEVICES)) if (typeof was.devices?.[name] === "string") devices[name].set(was.devices[name]);
   showImages();
 }
 

@@ -1,13 +1,11 @@
 // A form of settings: each with its description, its value in qwen.yaml and its default. Only what differs from
 // qwen.yaml is a change; changes are kept in this browser for the opened folder.
 
-import { at, element, get, keptAs, setText } from "./api.js";
-import { keepAt, keptAt } from "./kept.js";
+import { at, element, get, setText } from "./api.js";
+import { keep, kept } from "./project.js";
 
-const storageOf = (path) => keptAs(`settings ${path}`);
-
-// The changes that this browser keeps for the form of the page at `path`.
-export const keptChanges = (path) => keptAt(storageOf(path));
+// The changes that are kept of the form of a page.
+export const keptChanges = (page) => kept(`${page} settings`, { changes: {} }).changes ?? {};
 
 // Show at an input what is wrong with it, if anything; the parts of the page that it is in are opened.
 export function showProblem(input, text = "") {
@@ -23,8 +21,8 @@ export class SettingsForm {
   // `sections`: of qwen.yaml. `common`: the settings that are shown first, in this order; the others are behind a
   // summary, except those in `without`, which the page asks for itself.
   constructor(place, { sections, common, without = [], onchange = () => {} }) {
-    Object.assign(this, { place, sections, common, without, onchange, storage: storageOf(location.pathname) });
-    this.changes = keptChanges(location.pathname);
+    Object.assign(this, { place, sections, common, without, onchange, page: document.body.dataset.page });
+    this.changes = keptChanges(this.page);
   }
 
   async load() {
@@ -67,7 +65,7 @@ export class SettingsForm {
     const setting = this.settings.find((each) => each.key === key);
     if (JSON.stringify(value) === JSON.stringify(setting.value)) delete this.changes[key];
     else this.changes[key] = value;
-    keepAt(this.storage, this.changes);
+    keep(`${this.page} settings`, { changes: this.changes });
     this.onchange(key);
   }
 

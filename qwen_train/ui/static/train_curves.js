@@ -1,10 +1,10 @@
 // The curves of the chosen runs: of one its raw and smoothed loss and its noise levels, of several one curve each.
 
 import { arrange, at, element, get, plural } from "./api.js";
-import { keepAt, keptAt } from "./kept.js";
+import { keep, kept } from "./project.js";
 import { Chart } from "./train_chart.js";
 
-const KEEP = "qwen-cache curves";
+const EXAMPLE = { smoothing: 0, raw: true, log: {} };
 const LEVELS = ["0–25 % noise", "25–50 % noise", "50–75 % noise", "75–100 % noise"];
 const TITLES = {
   loss: "Loss", validation_loss: "Validation loss", learning_rate: "Learning rate", grad_norm: "Gradient norm, before clipping", tokens_per_second: "Tokens per second",
@@ -17,7 +17,7 @@ const REST = 9; // times as long as an answer took: a long run is asked for less
 
 export class Curves {
   constructor() {
-    this.kept = { smoothing: null, raw: true, log: {}, ...keptAt(KEEP) };
+    this.kept = { ...EXAMPLE, smoothing: null, ...kept("curves", EXAMPLE) };
     this.charts = new Map();
     this.answers = new Map();
     this.rests = new Map();
@@ -56,7 +56,7 @@ export class Curves {
 
   keep(values) {
     Object.assign(this.kept, values);
-    keepAt(KEEP, this.kept);
+    keep("curves", this.kept);
   }
 
   // `runs`: [{folder, style}]. Asks for what has changed, and draws it.

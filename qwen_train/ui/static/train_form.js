@@ -3,6 +3,7 @@
 import { act, announce, at, element, get, offer, plural, post, showError } from "./api.js";
 import { CommandForm } from "./command_form.js";
 import { deviceSelect, onDevices } from "./devices.js";
+import { chosen, kept } from "./project.js";
 import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
 import { Prompts } from "./train_prompts.js";
@@ -18,6 +19,8 @@ const COMMON = [
   "train.checkpointing_steps", "train.caption_dropout", "train.validation_split", "validation.validation_steps",
   "validation.num_images", "validation.images_every_steps", "validation.num_inference_steps", "validation.vae_device",
 ];
+const SHARED = { cache: "cache.path", model: "model.path" };
+const EXAMPLE = { devices: "", planAlways: true, gpuMemory: "", prompts: [] };
 const PLAN_PAUSE = 1500; // ms after a change until the memory is predicted, which takes seconds of the processor
 
 export class TrainForm {
@@ -26,15 +29,16 @@ export class TrainForm {
       sections: SECTIONS, common: COMMON, without: OWN, onchange: () => this.changed(),
     });
     this.form = new CommandForm({
-      name: "train", path: "/api/train/command", body: () => this.body, values: () => this.values,
+      name: "train", path: "/api/train/command", body: () => this.body, choices: () => this.choices,
+      values: () => this.values,
       settings: this.settings, fields: Object.fromEntries(PLACES.map((key) => [key, `own-${key}`])),
       place: at("line"), label: "command line of the new run", buttons: ["start"],
       onanswer: (problems) => {
         if (problems.some(({ key }) => key.startsWith(PROMPTS))) at("prompts-part").open = true;
       },
     });
-    const { kept } = this.form;
-    this.chosenDevices = kept.devices; // by the user
+    this.kept = kept("train", EXAMPLE);
+    this.chosenDevices = this.kept.devices; // by the user
     this.memory = new MemoryBar(at("memory"), { apply: (changes) => this.apply(changes) });
     this.devices = deviceSelect("Devices", {
       allowAuto: false, several: true, value: this.chosenDevices ?? "",
@@ -42,8 +46,8 @@ export class TrainForm {
       about: "On several GPUs one process trains on each, and they share the gradients; batch sizes are per GPU.",
     });
     at("devices").append(this.devices.node);
-    at("plan-always").checked = Boolean(kept.planAlways);
-    at("gpu-memory").value = kept.gpuMemory ?? "";
+    at("plan-always").checked = Boolean(this.kept.planAlways);
+    at("gpu-memory").value = this.kept.gpuMemory ?? "";
     for (const id of ["plan-always", "gpu-memory"]) at(id).addEventListener("change", () => this.changed());
     at("plan").addEventListener("click", () => act(at("plan"), () => this.plan()));
     at("form").addEventListener("submit", (event) => {
@@ -56,19 +60,19 @@ export class TrainForm {
 
   async load() {
     const asked = [get(`/api/settings?sections=${OWN.join(",")}`), get("/api/train/places")];
-    const [own, places] = await Promise.all(asked), { kept } = this.form;
+    const [own, places] = await Promise.all(asked);
     this.base = Object.fromEntries(own.map((each) => [each.key, each.value]));
     const about = Object.fromEntries(own.map((each) => [each.key, each.description]));
-    const make = (key, title, value, offered) => field(key, title, about[key], value ?? this.base[key] ?? "", offered);
+    const make = (key, title, value, offered) => field(key, title, about[key], value || (this.base[key] ?? ""), offered);
     this.fields = {
-      "cache.path": make("cache.path", "Cache", kept.cache, places.caches),
-      "model.path": make("model.path", "Model", kept.model, places.models),
+      "cache.path": make("cache.path", "Cache", chosen("cache"), places.caches),
+      "model.path": make("model.path", "Model", chosen("model"), places.models),
       "train.output_dir": make("train.output_dir", "Output folder", places.out, []),
     };
     at("own").replaceChildren(...Object.values(this.fields).map((each) => each.node));
     for (const { input } of Object.values(this.fields)) input.addEventListener("input", () => this.changed());
     this.prompts = new Prompts(at("prompts"), {
-      value: kept.prompts ?? this.base[PROMPTS], count: at("prompts-count"), onchange: () => this.changed(),
+      value: this.kept.prompts?.filter((each) => typeof each?.prompt === "string" && Array.isArray(each.control)) ?? this.base[PROMPTS], count: at("prompts-count"), onchange: () => this.changed(),
       encode: (button) => act(button, () => this.encode()),
     });
     await this.settings.load();
@@ -98,15 +102,16 @@ export class TrainForm {
 
   isOwnPrompts() { return JSON.stringify(this.prompts.value) !== JSON.stringify(this.base[PROMPTS]); }
 
-  // What is kept in this browser; what is as in qwen.yaml may change there.
+  // What is as in qwen.yaml may change there, and is not kept.
+  get choices() {
+    const value = (key) => this.fields[key].input.value.trim();
+    const given = Object.entries(SHARED).map(([name, key]) => [name, value(key) === this.base[key] ? "" : value(key)]);
+    return Object.fromEntries(given);
+  }
+
   get values() {
-    const own = (key) => {
-      const { value } = this.fields[key].input;
-      return value === (this.base[key] ?? "") ? undefined : value;
-    };
     return {
       devices: this.chosenDevices, planAlways: at("plan-always").checked, gpuMemory: at("gpu-memory").value,
-      cache: own("cache.path"), model: own("model.path"),
       prompts: this.isOwnPrompts() ? this.prompts.value : undefined,
     };
   }

@@ -3,6 +3,7 @@
 import { announce, commandLine, element, post, setText, time } from "./api.js";
 import { ACTIONS, Actions, Progress } from "./job_card.js";
 import { isEnded } from "./jobs.js";
+import { linkTo } from "./project.js";
 import { signed } from "./token.js";
 
 export class RunPanel {
@@ -20,6 +21,7 @@ export class RunPanel {
         ...ACTIONS,
         resume: { label: () => "Resume", run: () => this.resume() },
         decode: { label: () => "Decode images", run: () => this.decode() },
+        try: { label: () => "Try this LoRA", run: () => location.assign(linkTo("generate", { run: this.folder, lora: this.run.lora.path })) },
       },
       about: (name) => this.about(name),
     });
@@ -40,6 +42,7 @@ export class RunPanel {
       kill: "Ends at once. Steps since the newest checkpoint are lost.",
       remove: "The run does not start.",
       resume: `Continues after ${step(run?.checkpoint)}, on the same devices and with the run's own settings,`,
+      try: `Opens Generate with the LoRA ${run?.lora?.step ? `of ${step(run.lora.step)}` : "of its end"}, and the model of this run.`,
       decode: `${waiting} ${waiting === 1 ? "image is" : "images are"} stored as latents; the VAE makes PNGs of them.`,
     }[name];
   }
@@ -86,7 +89,7 @@ export class RunPanel {
       this.steps.value = run.step >= run.max_steps ? run.max_steps * 2 : run.max_steps;
     }
     const names = isWaiting ? ["save", "stop", "kill", "remove"].filter((name) => can.includes(name)) : [];
-    this.actions.offer([...names, isResumable && "resume", waiting > 0 && !decoding && "decode"].filter(Boolean), job);
+    this.actions.offer([...names, isResumable && "resume", run?.lora && "try", waiting > 0 && !decoding && "decode"].filter(Boolean), job);
   }
 }
 

@@ -3,6 +3,7 @@
 import { announce, arrange, at, element, get, setText } from "./api.js";
 import { Output, queued } from "./job_card.js";
 import { isActive, isEnded, look, newestFirst, onJobs } from "./jobs.js";
+import { choose, chosen } from "./project.js";
 import { Curves } from "./train_curves.js";
 import { Images } from "./train_images.js";
 import { RunPanel } from "./train_panel.js";
@@ -17,6 +18,7 @@ export class Runs {
     this.curves = new Curves();
     this.images = new Images();
     this.chosen = this.ofAddress();
+    this.remember();
     window.addEventListener("hashchange", () => { this.chosen = this.ofAddress(); this.render(); look(); });
   }
 
@@ -27,12 +29,19 @@ export class Runs {
   // Show these runs, and keep them in the address, so that a reload shows the same.
   show(folders, focus = false) {
     this.chosen = folders.slice(0, MOST);
+    this.remember();
     const address = new URLSearchParams(this.chosen.map((folder) => ["run", folder]));
     history.replaceState(null, "", `#${address}`);
     this.render();
     this.looks = 0;
     look();
     if (focus) at("view-title").focus();
+  }
+
+  // Generate then has the newest LoRA of another run.
+  remember() {
+    const [run] = this.chosen;
+    if (run && run !== chosen("run")) choose({ run, lora: "" });
   }
 
   async look(answer) {
@@ -52,7 +61,8 @@ export class Runs {
       const running = this.runs.find((run) => run.running);
       this.onfirst?.(Boolean(active) || this.runs.length > 0);
       if (!this.chosen.length) {
-        const first = active?.about.output_dir ?? running?.folder ?? this.runs[0]?.folder;
+        const folders = [active?.about.output_dir, running?.folder, ...this.runs.map(({ folder }) => folder)].filter(Boolean);
+        const first = folders.find((folder) => folder === chosen("run")) ?? folders[0];
         if (first) this.show([first]);
       }
     }
