@@ -571,8 +571,22 @@ DAMAGED = """() => {
 }"""
 
 
+OTHER_KINDS = json.dumps(
+    {
+        **dict.fromkeys(("source", "model", "cache", "run", "lora"), 5),
+        "form build": {"reuse": 7, "mode": "x", "watch": [], "vae_device": None, "format": {}},
+        "form build settings": {"changes": [1]},
+        "form train": {"prompts": [None, 5, {"prompt": "a"}, {"prompt": 5, "control": []}], "devices": 1},
+        "form train settings": {"changes": {"train.max_steps": {"a": []}, "unknown": 1}},
+        "form curves": {"log": None, "raw": "x", "smoothing": "x"},
+        "form generate": {"axes": [5, ["x"], ["y", 1], []], "images": [5], "devices": {"device": 5}, "strength": None},
+    }
+)
+"""Entries of other kinds than those that the pages keep."""
+
+
 @pytest.mark.slow  # a browser
-@pytest.mark.parametrize("value", ["{cut", "[1]", "null"])
+@pytest.mark.parametrize("value", ["{cut", "[1]", "null", OTHER_KINDS], ids=["cut", "list", "null", "other kinds"])
 def test_a_page_opens_whatever_the_browser_kept(project: Path, value: str) -> None:
     write_run(project)
     with served(project) as ui, chromium() as browser:

@@ -1,5 +1,6 @@
 """The whole way of the demo in the web UI, in a real Chromium, by keyboard alone: open the photographs, correct a
-prompt, build, train, see an image come in, stop, resume, generate. On a desktop and a phone, in light and in dark.
+prompt, build, train, see an image come in, stop, try the LoRA, resume, generate. Source, model, cache, run and LoRA are
+named once; each page has what was chosen before. On a desktop and a phone, in light and in dark.
 
 All pages are then checked by axe-core (https://github.com/dequelabs/axe-core), which must find nothing serious.
 """
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from qwen_cache.models.recorded import recorded_model
+
 from .support import processes
 from .support.browser import chromium, new_page
 from .support.paths import ROOT
@@ -24,10 +27,10 @@ from .support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+SOURCE = "edits"
 NAME, PROMPT = "china_black_and_white", "make it black and white, with soft contrast"
-CONTROL = f"data/control_images/{NAME}.jpg"
+CONTROL = f"{SOURCE}/control_images/{NAME}.jpg"
 SETTINGS = f"""
-model: {{path: tiny/}}
 data: {{vae_image_size: 16384}}
 cache: {{dtype: float32}}
 train:
@@ -124,7 +127,8 @@ def browser() -> Iterator[Any]:
 def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A page of the UI, and its folder, after the whole way; it wrote nothing to the console."""
     folder, said = tmp_path_factory.mktemp("project"), list[str]()
-    for tool, *arguments in (["make_tiny_model.py", "tiny", "--variant", "edit-plus"], ["make_demo_data.py", "data"]):
+    model = tmp_path_factory.mktemp("models") / "tiny"
+    for tool, *arguments in (["make_tiny_model.py", model, "--variant", "edit-plus"], ["make_demo_data.py", SOURCE]):
         processes.run([sys.executable, ROOT / "tools" / tool, *arguments], cwd=folder, check=True, capture_output=True)
     (folder / "qwen.yaml").write_text(SETTINGS, encoding="utf-8")
     page = new_page(browser, **SCREENS[request.param], reduced_motion="reduce")
@@ -132,20 +136,32 @@ def walked(request: pytest.FixtureRequest, browser: Any, tmp_path_factory: pytes
     page.on("pageerror", lambda error: said.append(str(error)))
     with running(folder) as (url, _):
         page.goto(url)
-        walk(Keyboard(page), folder)
+        walk(Keyboard(page), folder, model)
         yield page, folder
         page.context.close()
     assert not said
 
 
-def walk(user: Keyboard, folder: Path) -> None:
+def walk(user: Keyboard, folder: Path, model: Path) -> None:
+    user.wait("#found li", "29 images")
+    user.press("#found a", SOURCE)
     correct_a_prompt(user, folder)
-    user.open("build")
-    user.wait("#command code", "qwen-cache build")
+    build(user, model)
+    train(user, model)
+    generate(user)
+
+
+def build(user: Keyboard, model: Path) -> None:
+    user.press("#build-this")
+    user.wait("#model-problem", "no model is named")
+    assert user.page.is_disabled("#start")
+    user.write("#model", str(model))
+    user.write("#cache", "cache")
+    user.wait("#command code", f"qwen-cache build {SOURCE} --model {model} --out cache")
     user.start("#jobs .job")
     user.wait("#jobs .state", "done")
-    train(user)
-    generate(user)
+    user.wait("#jobs a", "Train from it")
+    user.press("#jobs a", "Train from it")
 
 
 def correct_a_prompt(user: Keyboard, folder: Path) -> None:
@@ -156,23 +172,37 @@ def correct_a_prompt(user: Keyboard, folder: Path) -> None:
     user.wait("#editor[open] textarea")
     user.write("#prompt-0", PROMPT)
     user.page.keyboard.press("Control+Enter")
-    wait_until(lambda: (folder / f"data/target_images/{NAME}.txt").read_text(encoding="utf-8").strip() == PROMPT)
+    wait_until(lambda: (folder / f"{SOURCE}/target_images/{NAME}.txt").read_text(encoding="utf-8").strip() == PROMPT)
     user.page.keyboard.press("Escape")
 
 
-def train(user: Keyboard) -> None:
-    user.open("train")
-    user.wait("#line code", "qwen-train run")
+def train(user: Keyboard, model: Path) -> None:
+    user.page.wait_for_url("**/train")
+    user.page.wait_for_load_state("networkidle")
+    user.wait("#line code", f"qwen-train run cache --model {model}")
     user.start("#jobs .job-title")
     user.wait("#images img")
     user.press("#jobs button", "Stop")
     user.wait("#jobs .job-title", "stopped")
+    user.press("#jobs button", "Try this LoRA")
+    user.page.wait_for_url("**/generate")
+    user.page.wait_for_load_state("networkidle")
+    user.wait("#model-about", f"The run out was trained on {model}.")
+    chosen = user.page.locator("#lora option:checked")
+    assert chosen.text_content().startswith("out, step ")
+    assert user.page.input_value("#model") == str(model)
+    user.press("nav a[href='/train']")
+    user.wait("#view-title", "Run out")
     user.press("#jobs button", "Resume")
     user.wait("#jobs .job-title", "done")
 
 
 def generate(user: Keyboard) -> None:
-    user.open("generate")
+    user.press("#jobs button", "Try this LoRA")
+    user.page.wait_for_url("**/generate")
+    user.page.wait_for_load_state("networkidle")
+    user.wait("#model-about", "The run out was trained on")
+    assert user.page.locator("#lora option:checked").text_content() == "out, at its end"
     user.write("#from-folder", CONTROL)
     user.page.keyboard.press("Enter")
     user.wait("#chosen img")
@@ -198,8 +228,10 @@ def test_what_the_way_leaves_is_what_the_commands_leave(walked: Any) -> None:
     assert [path.read_text(encoding="utf-8").strip() for path in kept] == ["Make the photograph black and white."]
     generated = sorted(path.name for path in (folder / ".qwen-ui/generated").rglob("*.png"))
     assert generated == ["image-grid.png", "image-lora_weight=0.png", "image-lora_weight=1.png"]
-    program = Path(sys.executable).parent / "qwen-cache"
-    again = subprocess.run([program, "build", "--dry-run", "--json"], cwd=folder, capture_output=True, check=True)
+    build = [Path(sys.executable).parent / "qwen-cache", "build", SOURCE, "--out", "cache", "--dry-run", "--json"]
+    again = subprocess.run(
+        [*build, "--model", recorded_model(folder / "cache")["path"]], cwd=folder, capture_output=True, check=True
+    )
     assert json.loads(again.stdout)["to_encode"] == 0
 
 

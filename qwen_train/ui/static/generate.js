@@ -192,10 +192,12 @@ form.addEventListener("submit", (event) => {
 });
 
 async function open() {
+  const was = kept("generate", EXAMPLE);
+  restore(was); // before the answer: what is typed meanwhile stays
   await lookForLoras();
+  restoreLora(was);
   const [main, ...others] = Object.values(devices).map(({ node }) => node);
   at("devices").append(main, element("details", {}, element("summary", {}, "Other devices for some parts"), ...others));
-  restore(kept("generate", EXAMPLE));
   await settings.load();
   changed();
   // Runs write new checkpoints while this page is open.
@@ -206,12 +208,8 @@ async function open() {
 }
 
 function restore(was) {
-  const newest = found.loras.find(({ run }) => run && run === chosen("run")) ?? found.loras[0];
-  chooseLora(chosen("lora") || (was.none ? "" : newest?.path ?? ""));
   images = (was.images ?? []).filter((path) => typeof path === "string");
   prompt.value = was.prompt ?? "";
-  const ofRun = known()?.model;
-  model.value = ofRun ? (was.of === loraPath() && was.model) || ofRun : chosen("model");
   strength.value = was.strength ?? 1;
   form.elements.several.value = was.several ?? "";
   (was.axes ?? []).filter(Array.isArray).slice(0, axes.length).forEach(([name, values], i) => {
@@ -220,6 +218,15 @@ function restore(was) {
   });
   for (const name of Object.keys(DEVICES)) if (typeof was.devices?.[name] === "string") devices[name].set(was.devices[name]);
   showImages();
+}
+
+function restoreLora(was) {
+  const last = chosen("lora"), run = chosen("run"), isThere = found.loras.some(({ path }) => path === last);
+  const isRemoved = !isThere && last.startsWith(`${run}/checkpoint-`); // by its run, which keeps the newest ones
+  const newest = found.loras.find((each) => each.run && each.run === run) ?? found.loras[0];
+  chooseLora((!isRemoved && last) || (was.none ? "" : newest?.path ?? ""));
+  const ofRun = known()?.model;
+  model.value ||= ofRun ? (was.of === loraPath() && was.model) || ofRun : chosen("model");
 }
 
 clearError();
