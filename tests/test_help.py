@@ -116,6 +116,8 @@ def test_defaults_that_a_model_decides_are_the_models() -> None:
     [
         ("qwen-cache build --dryrun", "did you mean --dry-run?"),
         ("qwen-train run --lr 1e-4", "did you mean --learning-rate?"),
+        ("qwen-train run --gpu 1", "`qwen-train run --help` lists the options"),
+        ("qwen-cache serve --port 80", "`qwen-cache serve --help` lists the options"),
         ("qwen-train run --lora-rank=8", "did you mean --rank?"),
         ("qwen-train run --blocks-to-swap 9", "did you mean --set train.offload_blocks=…?"),
         ("qwen-train run --max-tokens 9", "did you mean --set train.max_tokens=…?"),
