@@ -47,6 +47,7 @@ def test_it_builds_the_bytes_of_a_build(pairs: Path, tmp_path: Path, model: Path
     with running(service_job(model, tmp_path / "pool"), load_lanes) as url:
         result = build_at(url, pairs, tmp_path / "at", *wanted)
         assert result.code == 0, result.stderr
+        assert result.stderr.endswith(f"  qwen-train run {tmp_path / 'at'} --model FOLDER_OR_REPOSITORY\n")
         assert build_at(url, pairs, tmp_path / "alone", *wanted, "--only-validation").code == 0
         assert "--measure" not in build_at(url, pairs, tmp_path / "new", "--dry-run").stderr
         assert not (tmp_path / "new").exists()

@@ -164,6 +164,8 @@ def _to_train(settings: Config) -> list[str] | None:
     if not all(is_remote(each) or (each / MANIFEST_NAME).is_file() for each in caches):
         return None
     model = words_not_recorded(settings.model, ("revision", "transformer"))
+    if settings.model.path is None:  # built with --at
+        model = ["--model", "FOLDER_OR_REPOSITORY"]
     return [*([] if cache in listed else [settings.cache.path]), *model]
 
 
