@@ -82,10 +82,10 @@ def command(page: TestClient, devices: list[str] | None = None, **changes: Any) 
     return page.post("/api/train/command", json=body).json()
 
 
-def test_the_command_line_has_options_where_the_program_has_them(page: TestClient, project: Path) -> None:
+def test_the_command_line_has_options_where_the_program_has_them(own: TestClient, project: Path) -> None:
     write_model(project / "-tiny")
     made = command(
-        page,
+        own,
         cache__path="shards",
         model__path="-tiny",
         train__output_dir="runs/new",
@@ -199,25 +199,25 @@ def test_what_a_run_would_refuse_is_refused_before(
     ids=str,
 )
 def test_a_run_without_cache_or_model_is_not_queued(
-    page: TestClient, project: Path, changes: dict[str, Any], where: str, what: str, found: str | None
+    own: TestClient, project: Path, changes: dict[str, Any], where: str, what: str, found: str | None
 ) -> None:
     (project / "bare").mkdir()
     (project / "bare/cache.json").write_text("{}", encoding="utf-8")
     for path in ("command", "start", "plan"):
-        answer = page.post(f"/api/train/{path}", json={"changes": changes, "devices": ["cpu"]})
+        answer = own.post(f"/api/train/{path}", json={"changes": changes, "devices": ["cpu"]})
         told = {key: answer.json().get(key) for key in ("where", "error", "found")}
         assert (answer.status_code, told) == (422, {"where": where, "error": what, "found": found})
-    assert page.get("/api/jobs").json()["jobs"] == []
+    assert own.get("/api/jobs").json()["jobs"] == []
 
 
-def test_a_run_may_wait_for_the_build_of_its_cache(page: TestClient, project: Path) -> None:
+def test_a_run_may_wait_for_the_build_of_its_cache(own: TestClient, project: Path) -> None:
     (project / "data").mkdir()
-    build = page.post("/api/build/start", json={"model": "tiny", "cache": "new"}).json()
-    line = command(page, cache__path="./new", train__output_dir="later")["line"]
+    build = own.post("/api/build/start", json={"model": "tiny", "cache": "new"}).json()
+    line = command(own, cache__path="./new", train__output_dir="later")["line"]
     assert line == "qwen-train run ./new --out later"
-    page.post(f"/api/jobs/{build['id']}/remove")
-    assert command(page, cache__path="./new", train__output_dir="later")["where"] == "cache.path"
-    assert "train.follow=true" in command(page, cache__path="./new", train__follow=True)["line"]
+    own.post(f"/api/jobs/{build['id']}/remove")
+    assert command(own, cache__path="./new", train__output_dir="later")["where"] == "cache.path"
+    assert "train.follow=true" in command(own, cache__path="./new", train__follow=True)["line"]
 
 
 def test_a_model_elsewhere_is_taken(page: TestClient, tmp_path: Path) -> None:
