@@ -16,7 +16,7 @@ from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
-from qwen_cache.settings.load import load_config
+from qwen_cache.settings.load import MAX_BYTES, load_config
 from qwen_cache.storage import remembered
 
 from .support.caches import build
@@ -102,6 +102,8 @@ def test_every_command_ends_with_the_next_one(train: Trainer) -> None:
                 f"  qwen-train {typed} --compare",
                 f"  qwen-train push {train.folder / 'out'} OWNER/NAME",
             ]
+    merged = run("qwen-train", *commands[1][1:], "--set", "predict.num_inference_steps=2", "--merge").stderr
+    assert merged.endswith(f"next:\n  qwen-train push {train.folder / 'out'} OWNER/NAME\n"), "which is not compared"
     assert "next:" not in run("qwen-train", *commands[2][1:], "--json").stderr
 
 
@@ -279,5 +281,6 @@ def test_a_recorded_model_that_is_not_the_same_any_more_is_not_taken(train: Trai
     rewrite(cache / "qwen.yaml", lambda settings: settings["model"].update(revision="v2", path=str(train.model)))
     named = f"give --model {train.model} --set model.revision=v2, as in {cache / 'qwen.yaml'}, or another model"
     refused(without_model(train, out="b"), named)
-    (cache / "qwen.yaml").write_text("model: [", encoding="utf-8")
-    refused(without_model(train, out="b"), "no model is named", "give --model FOLDER_OR_REPOSITORY")
+    for text in ("model: [", f"model: {{path: {train.model}}}\n{'#' * MAX_BYTES}"):
+        (cache / "qwen.yaml").write_text(text, encoding="utf-8")
+        refused(without_model(train, out="b"), "no model is named", "give --model FOLDER_OR_REPOSITORY")

@@ -46,7 +46,7 @@ def recorded_model(folder: Location) -> dict[str, str]:
     with suppress(QwenCacheError, OSError, UnicodeDecodeError):
         if not is_remote(path) and not path.is_file():  # a pipe is not waited for
             return {}
-        data = path.read_bytes(MAX_BYTES) if is_remote(path) else read_file(path, MAX_BYTES)
+        data = path.read_bytes(MAX_BYTES) if is_remote(path) else read_file(path, MAX_BYTES + 1)  # which is too long
         value = parse_yaml(data.decode("utf-8"), path)
         section = value.get("model") if isinstance(value, dict) else None
         return {k: v for k, v in section.items() if isinstance(v, str)} if isinstance(section, dict) else {}

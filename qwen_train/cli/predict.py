@@ -180,7 +180,11 @@ def predict(
     options = PredictOptions(out, *what, devices, merge, compare, grid or (), save_interrupted, json)
     code = run_predict(settings, options)
     if code == 0 and lora and not json:
-        compared = [] if compare or grid else [typed_again("qwen-train", added=["--compare"])]
+        compared = (
+            []
+            if compare or grid or merge or settings.predict.num_images_per_prompt > 1
+            else [typed_again("qwen-train", added=["--compare"])]
+        )
         folder = Path(split_weight(lora[0])[0])
         run = [["qwen-train", "push", str(folder), "OWNER/NAME"]] if (folder / CONFIG_NAME).is_file() else []
         print_next(*compared, *run)
