@@ -304,7 +304,7 @@ class Command(TyperCommand):
                 with suppress(AttributeError):
                     error.message = str(error.message).removeprefix("Value error, ")  # type: ignore[attr-defined]
                 raise
-            names = {each.lstrip("-"): each for each in nearest or ()}  # since dashes alone are alike: --gpu and --out
+            names = {each.lstrip("-"): each for each in nearest or ()}  # the dashes make --gpu similar to --out
             near = difflib.get_close_matches(option.lstrip("-"), names, n=1)
             meant = self._meant(option) or (names[near[0]] if near else None)
             do = f"did you mean {meant}?" if meant else f"`{ctx.command_path} --help` lists the options"
