@@ -206,7 +206,7 @@ def test_nothing_of_a_strangers_settings_is_imported_opened_or_asked_for(
         (("decode", run_folder), of_run),
         (("export", run_folder, "--to", "merged", "--out", tmp_path / "merged"), of_run),
     ):
-        refused(run("qwen-train", *arguments), "the recorded one is not on this machine", expected)
+        refused(run("qwen-train", *arguments), "the recorded one is not here", expected)
     assert run("qwen-train", "report", run_folder).code == 0
     assert run("qwen-cache", "inspect", cache, "--html", tmp_path / "page.html").code == 0
     assert run("qwen-cache", "verify", cache).code == 0

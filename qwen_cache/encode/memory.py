@@ -23,7 +23,7 @@ from qwen_cache.storage.measured import digest_of_code, measured, versions
 LIBRARIES = ("torch", "diffusers", "transformers")
 CODE = {
     encode: ("simulated", "text", "vae"),
-    models: ("devices", "encoders", "loading", "quantization"),
+    models: ("devices", "encoders", "loading", "quantization", "single_file", "stored"),
 }
 """Our own modules that a measured pass runs."""
 

@@ -40,6 +40,10 @@ FILES = ("transformer", "text_encoder", "vae")
 """The settings of `model` that have an option."""
 
 
+SHARES = ("//", "\\\\")
+"""How the paths of other machines begin on Windows, which would connect to them."""
+
+
 def recorded_model(folder: Location) -> dict[str, str]:
     """The settings `model` of the qwen.yaml in a folder that are text; none if it cannot be read."""
     path = folder / CONFIG_NAME
@@ -49,7 +53,8 @@ def recorded_model(folder: Location) -> dict[str, str]:
         data = path.read_bytes(MAX_BYTES) if is_remote(path) else read_file(path, MAX_BYTES + 1)  # which is too long
         value = parse_yaml(data.decode("utf-8"), path)
         section = value.get("model") if isinstance(value, dict) else None
-        return {k: v for k, v in section.items() if isinstance(v, str)} if isinstance(section, dict) else {}
+        texts = {k: v for k, v in section.items() if isinstance(v, str)} if isinstance(section, dict) else {}
+        return {} if texts.get("path", "").startswith(SHARES) else texts
     return {}
 
 
@@ -96,7 +101,7 @@ def with_recorded_model(
         raise ModelError("no model is named", do=do)
     here = find_here(name, components, config.model.revision)
     if here is None:
-        raise ModelError("no model is named, and the recorded one is not on this machine", do=do)
+        raise ModelError("no model is named, and the recorded one is not here", do=do)
     model = open_model(str(here), ())
     if recipe is not None:
         pipeline = recipe.get("pipeline")

@@ -543,7 +543,11 @@ def check_cache(cache: Samples, model: ModelFolder, config: Mapping[str, Any]) -
 def with_model_of_caches(config: Config, samples: Samples | None, components: Sequence[str]) -> Config:
     """`config` with the model that the caches were made with, unless it names one (`with_recorded_model`)."""
     caches = samples.caches if isinstance(samples, Mixture) and config.model.path is None else ()
-    named = {name: cache for cache in caches if (name := recorded_model(cache.folder).get("path"))}
+    named: dict[str, Cache] = {}
+    for cache in caches:
+        name = recorded_model(cache.folder).get("path")
+        if name and not any(same_model(name, other) for other in named):
+            named[name] = cache
     if len(named) > 1:
         found = "; ".join(f"{name} by {cache.folder}" for name, cache in named.items())
         raise ModelError("no model is named, and the caches name several", found=found, do="name one with --model")

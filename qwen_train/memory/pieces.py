@@ -37,7 +37,7 @@ CODE = (
     *("lora/*.py", "model/*.py"),
 )
 """Our own modules that a measured step runs; and those of `qwen_cache.models` in `CODE_OF_MODELS`."""
-CODE_OF_MODELS = ("devices.py", "hardware.py", "loading.py", "quantization.py", "single_file.py")
+CODE_OF_MODELS = ("devices.py", "hardware.py", "loading.py", "quantization.py", "single_file.py", "stored.py")
 PUBLISHED = Path(__file__).parent / "published.json"
 """Entries of the published models, written by tools/make_pieces.py."""
 PRODUCTS_IN_8_BITS = ("int8_convrot", "fp8_w8a8")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.settings.load import MAX_BYTES
+from qwen_cache.storage.files import read_file
 from qwen_cache.trainers.settings.names import (
     ALWAYS_CACHED,
     OPTIMIZERS,
@@ -338,5 +340,9 @@ def _take_prompts(reading: Reading, named: str) -> None:
     if file.suffix.lower() != ".txt" or not file.is_file():
         reading.leave("sample_prompts", named, "a .txt that exists is read, with a prompt per line")
         return
-    lines = file.read_text(encoding="utf-8").splitlines()
+    data = read_file(file, MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        reading.leave("sample_prompts", named, f"a file of at most {MAX_BYTES} bytes is read")
+        return
+    lines = data.decode("utf-8").splitlines()
     take_prompts(reading, "sample_prompts", [prompt_of(line) for line in lines if line.strip() and line[0] != "#"])

@@ -66,7 +66,7 @@ class Share:
 
 def is_on(value: Any) -> bool:
     """A truth value, also as text."""
-    return value.strip().lower() in ("true", "1", "yes") if isinstance(value, str) else bool(value)
+    return value.strip().lower() in ("true", "1", "yes", "on", "y", "t") if isinstance(value, str) else bool(value)
 
 
 def number(value: Any) -> float:
