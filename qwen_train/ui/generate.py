@@ -198,21 +198,18 @@ def title_of(wish: Wish) -> str:
 
 def loras_of(workspace: Workspace, found: search.Found) -> list[dict[str, Any]]:
     """The LoRAs as JSON, the newest first; with their run its model, if that is on this machine."""
-    models: dict[Path, str | None] = {}
     steps: dict[Path, list[int | str]] = {}
     for lora in found.loras:
-        if lora.run is None:
-            continue
-        steps.setdefault(lora.run, []).append(FINAL if lora.step is None else lora.step)
-        if lora.run not in models:
-            model = runs.settings_of(lora.run).get(MODEL)
-            models[lora.run] = model if is_model_here(workspace, model) else None
+        if lora.run:
+            steps.setdefault(lora.run, []).append(FINAL if lora.step is None else lora.step)
+    models = {run: str(runs.settings_of(run).get(MODEL) or "") for run in steps}
+    here = {name for name in {*models.values()} if is_model_here(workspace, name)}
     return [
         {
             "path": workspace.shown(lora.path),
             "run": lora.run and workspace.shown(lora.run),
             "step": lora.step,
-            "model": lora.run and models[lora.run],
+            "model": models[lora.run] if lora.run and models[lora.run] in here else None,
             "checkpoints": sorted(steps[lora.run], key=lambda step: (step == FINAL, step)) if lora.run else [],
         }
         for lora in found.loras
