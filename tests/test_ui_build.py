@@ -428,7 +428,7 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         size = page.locator("[id='setting-data.vae_image_size']")
         size.fill("big")
         size.press("Tab")
-        page.locator("[id='setting-data.vae_image_size-problem']", has_text="a valid integer").wait_for()
+        page.locator("[id='setting-data.vae_image_size-problem']", has_text="an integer").wait_for()
         assert page.is_disabled("#start")
         page.get_by_label("Undo the change of data.vae_image_size").click()
         page.locator("#start:enabled").wait_for()
