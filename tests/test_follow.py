@@ -375,7 +375,7 @@ def test_what_is_held_out_is_never_trained_whatever_comes(
             measured.append(set())
             if len(measured) in (1, 3):
                 growing.commit(1 + len(measured) // 3)
-        else:
+        elif measured:  # not the measure before training
             measured[-1] |= {*batch.keys}
         return compute_loss(model, batch, *rest)
 
