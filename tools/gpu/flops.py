@@ -15,6 +15,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from qwen_cache.models.devices import LiveBytes
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.settings.load import Config
 from qwen_train.memory.sizes import SampleSize
@@ -74,6 +75,7 @@ def counted(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize
 def of_blocks(layers: int, config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
     # "cpu" has a call of attention for each segment; an accelerator's single call joins what does not see each other
     model = training_model(on_meta({**config, "num_layers": layers}, settings), settings, "cpu")
-    with FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
+    every_call = patch.object(LiveBytes, "repeats", False)
+    with every_call, FlopCounterMode(display=False, custom_mapping=KERNELS) as counter:
         peak_of_step(model, batch, settings.train, family_of_transformer(config))
     return int(counter.get_total_flops())
