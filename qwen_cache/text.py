@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # ---- plain text ------------------------------------------------------------------------------------------------------
@@ -115,3 +115,26 @@ def repeated(pairs: list[tuple[str, Any]]) -> list[str]:
     """The keys that are there twice."""
     seen = set[str]()
     return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
+
+
+# ---- pydantic's faults -----------------------------------------------------------------------------------------------
+
+EXPECTED = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "an integer"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
+    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
+    "string_type": "text",
+    "dict_type": "an object",
+}
+"""Pydantic's types of faults, in plain words."""
+INPUT = "Input should be "
+"""The beginning of most of pydantic's messages."""
+
+
+def expected_value(fault: Mapping[str, Any]) -> str | None:
+    """The value that one of pydantic's faults expected, in plain words; None where its message says something else."""
+    kind, message = str(fault["type"]), str(fault["msg"])
+    if kind in EXPECTED:
+        return EXPECTED[kind]
+    return message.removeprefix(INPUT).replace("'", "") if message.startswith(INPUT) else None

@@ -93,7 +93,7 @@ def test_weights_are_those_of_the_published_sizes(kind: Any, per_weight: float) 
 def test_one_measurement_is_for_prompts_of_any_length(
     images: Any, placement: Placement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of the real text encoder, against a pass of that length; only other images are measured again."""
+    """The real text encoder, against a pass of that length; only other images are measured again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text_memory.cache_clear()
     for tokens in (3, 90, 1200):

@@ -715,7 +715,7 @@ def test_missing_and_invalid_musubi_files(made: list[TrainerSample], tmp_path: P
 
 
 def test_the_one_cache_of_musubi_inside_a_folder_is_taken(made: list[TrainerSample], tmp_path: Path) -> None:
-    """As `export` writes it, and as a data set holds it."""
+    """Exports and data sets hold a cache in this way."""
     cache = write_musubi(tmp_path / "set" / "cache", made)
     (tmp_path / "set" / "images").mkdir()
     (tmp_path / "set" / "images" / "a_cat.safetensors").write_bytes(b"no")

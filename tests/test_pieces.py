@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import pytest
 
+from qwen_cache.encode.memory import text_memory, vae_memory
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.measured import versions
 from qwen_train.memory import pieces, step
@@ -217,6 +218,9 @@ def test_commands_that_one_repeats_import_no_torch(
     built: Callable[[str], Path], tiny_model: Callable[[str], Path], pairs: Path, tmp_path: Path
 ) -> None:
     """After the first time: a dry run without and with something to encode, a plan, and a run that is refused."""
+    pieces._known.clear()  # what other tests measured may be remembered in folders of their own
+    text_memory.cache_clear()
+    vae_memory.cache_clear()
     cache, model = built("edit-plus"), tiny_model("edit-plus")
     dry_run = ("build", pairs, "--model", model, *SMALL_BUILD, "--dry-run", "--json", "--out")
     commands: list[tuple[str, int, tuple[str | Path, ...]]] = [

@@ -163,6 +163,8 @@ def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
         (["--image", "{image}", "--sigmas", "0.5,1"], "the last sigma must be below 1 (found --sigmas 1)"),
         (["--image", "{image}", "--sigmas", "1,half"], "--sigmas: not a valid value (expected a number"),
         (["--image", "{image}", "--true-cfg-scale", "2"], "nothing to guide away from (found --true-cfg-scale 2)"),
+        (["--image", "{image}", "--targets", "after"], "--targets and --controls go with --source"),
+        (["--from-cache", "shards", "--text-encoder", "{image}"], "a cached sample has its prompt's embeddings"),
         (["--image", "{image}", "--guidance-scale", "2"], "the guidance scale would be ignored"),
         (["--image", "{image}", "--device", "cuda:3"], "--device: no such device on this machine (expected cpu"),
         (["--image", "{image}", "--offload", "model"], "predict.offload=model is for an accelerator"),

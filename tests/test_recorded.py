@@ -268,6 +268,8 @@ def test_a_text_encoder_in_a_file_is_not_compared_with_that_of_the_folder(
     refused(without_model(train), "the recorded one has changed", "another text encoder than that of the cache")
     rewrite(cache / "qwen.yaml", lambda settings: settings["model"].update(text_encoder="a.safetensors"))
     assert without_model(train).code == 0
+    sample = ("--from-cache", cache, "--key", "cat", "--set", "predict.num_inference_steps=2")
+    assert run("qwen-train", "predict", *sample, "--out", tmp_path / "cat.png").code == 0, "which needs no text encoder"
 
 
 def test_a_recorded_model_that_is_not_the_same_any_more_is_not_taken(train: Trainer, tmp_path: Path) -> None:

@@ -307,6 +307,7 @@ def test_addresses_that_cannot_be_used() -> None:
     with open_socket("127.0.0.1:0") as taken, pytest.raises(ConfigError, match="cannot listen"):
         open_socket(f"127.0.0.1:{taken.getsockname()[1]}")
     refused(run("qwen-cache", "serve", "--listen", "0.0.0.0:1"), "without a token", "--token-file")
+    refused(run("qwen-cache", "serve", "--controls", "before"), "--controls goes with --source")
 
 
 def test_a_prompt_is_not_logged(job: BuildJob, tmp_path: Path, tiny_model: Callable[[str], Path], capsys: Any) -> None:

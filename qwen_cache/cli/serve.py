@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 import typer.main
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.options import (
     CONFIG,
@@ -71,7 +72,10 @@ def serve(
 
     unstored = Given("--no-store", "serve.store", False) if no_store else None
     given = (listen, token_file, source, model, text_encoder, dtype, vae_device, text_device, out, unstored)
-    settings = load_config(config, set_, [*given, targets, given_controls(controls)])
+    columns = [each for each in (targets, given_controls(controls)) if each is not None]
+    settings = load_config(config, set_, [*given, *columns])
+    if columns and settings.serve.source is None:
+        raise ConfigError(f"{columns[0].option} goes with --source", do="leave it out")
     require_serve()
     from qwen_cache.encode.preflight import check_devices, load_lanes
     from qwen_cache.service.app import log, token_for

@@ -32,7 +32,7 @@ from qwen_cache.storage.files import open_file, read_file
 from qwen_cache.storage.remembered import BLOCK, find_fault, known_digest, remembered, remembered_digest
 from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.terminal import naming
-from qwen_cache.text import parse_json, repeated
+from qwen_cache.text import expected_value, parse_json, repeated
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 # The files of a model's folder, checked before a library opens them.
@@ -475,7 +475,7 @@ def check_values(table: type[Values], values: Mapping[str, Any], where: object) 
         raise ModelError(f"{key}.{first['msg']}".lstrip("."), where=where, do=RESTORE)
     if first["type"] == "missing":
         raise ModelError(f"{key} is missing", where=where, do=RESTORE)
-    expected = "an object" if first["type"] == "model_type" else first["msg"].removeprefix("Input should be ")
+    expected = "an object" if first["type"] == "model_type" else expected_value(first) or first["msg"]
     what, found = f"{key} has a value that no model has", repr(first["input"])
     raise ModelError(what, where=where, expected=expected, found=found, do=RESTORE)
 

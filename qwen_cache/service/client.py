@@ -46,7 +46,7 @@ from qwen_cache.sources.rows import MAX_SIDE
 from qwen_cache.storage import bounds
 from qwen_cache.storage.http_client import BoundedResponse, bounded_client
 from qwen_cache.terminal import console, human_time
-from qwen_cache.text import one_line, parse_json, plain
+from qwen_cache.text import expected_value, one_line, parse_json, plain
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
 # The JSON of a server: read within bounds, and only what has a place in one of these models.
@@ -112,7 +112,9 @@ def parse_answer(model: type[Model], body: bytes | bytearray, where: str) -> Mod
 def first_fault(error: ValidationError) -> str:
     """The first fault of an answer, with its place."""
     first = error.errors(include_url=False, include_input=False)[0]
-    return ": ".join(filter(None, [".".join(map(str, first["loc"])), first["msg"]]))
+    expected = expected_value(first)
+    what = first["msg"] if expected is None else f"expected {expected}"
+    return ": ".join(filter(None, [".".join(map(str, first["loc"])), what]))
 
 
 def parse_refusal(body: bytes | bytearray, status: int) -> Refusal:

@@ -33,6 +33,7 @@ from qwen_cache.settings.sections import (
     ValidationConfig,
 )
 from qwen_cache.terminal import naming
+from qwen_cache.text import expected_value
 
 # ---- yaml text -------------------------------------------------------------------------------------------------------
 # YAML from a file or the command line, with bounds: also the qwen.yaml in a cache of somebody else is read.
@@ -374,10 +375,8 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
     what, expected, do = first["msg"], None, None
     if first["type"] == "model_type":
         what = "is a section, with settings of its own"
-    elif first["type"] in EXPECTED:
-        what, expected = "not a valid value", EXPECTED[first["type"]]
-    elif what.startswith(INPUT):
-        what, expected = "not a valid value", what.removeprefix(INPUT).replace("'", "")
+    elif (expected := expected_value(first)) is not None:
+        what = "not a valid value"
     if first["type"] == "literal_error":
         near = difflib.get_close_matches(str(value), re.split(", | or ", expected or ""), n=1)
         do = f"did you mean {near[0]}?" if near else None
@@ -388,18 +387,6 @@ def _error_of(first: ErrorDetails, origins: _Origins) -> ConfigError:
 
 UNKNOWN = "extra_forbidden"
 """Pydantic's type of a name that no setting has."""
-EXPECTED = {
-    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "an integer"),
-    **dict.fromkeys(("float_parsing", "float_type"), "a number"),
-    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false"),
-    **dict.fromkeys(("list_type", "tuple_type"), "a list"),
-    "string_type": "text",
-    "dict_type": "a section",
-}
-"""Pydantic's types of other faults, in plain words."""
-INPUT = "Input should be "
-"""The beginning of most of pydantic's messages."""
-
 
 OTHER_NAMES = {
     "optimizer.learning_rate": ("lr", "learningrate"),

@@ -17,8 +17,8 @@ from typing import Any
 
 import xxhash
 
-from qwen_cache.storage.files import cache_home, read_file, sync, whole_file
-from qwen_cache.storage.remembered import is_trusted
+from qwen_cache.storage.files import cache_home, read_file
+from qwen_cache.storage.remembered import is_trusted, with_checksum, write_entry
 from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
 
@@ -52,7 +52,7 @@ def remembered_value(key: str) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError):
         path = _path(key)
         entry = parse_json(read_file(path))
-        if entry["key"] == key and entry == _checked(key, entry["value"]):
+        if entry["key"] == key and entry == with_checksum({"key": key, "value": entry["value"]}):
             with suppress(OSError):
                 os.utime(path)  # used just now
             return dict(entry)
@@ -62,18 +62,8 @@ def remembered_value(key: str) -> dict[str, Any] | None:
 def _remember(key: str, value: Any) -> None:
     with suppress(OSError, RuntimeError):  # no folder, or none that can be written to, costs time alone
         path = _path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(path, shared=True) as temporary, open(temporary, "wb") as file:
-            file.write(json.dumps(_checked(key, value)).encode())
-            file.flush()
-            sync(file)
+        write_entry(path, with_checksum({"key": key, "value": value}))
         _remove_oldest(path.parent)
-
-
-def _checked(key: str, value: Any) -> dict[str, Any]:
-    """An entry, with a checksum of itself."""
-    entry = {"key": key, "value": value}
-    return entry | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(entry).encode())}
 
 
 def _path(key: str) -> Path:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -98,19 +98,26 @@ def remembered(kind: str, files: Sequence[Path], compute: Callable[[], str]) -> 
     settled = all(is_settled(state, now) for state in states)
     if digest and settled and states == [file_state(path) for path in files]:
         with suppress(OSError, RuntimeError):  # no folder, or none that can be written to, costs time alone
-            entry = _entry(name)
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            with whole_file(entry, shared=True) as temporary, open(temporary, "wb") as file:
-                file.write(json.dumps(_checked(states, digest)).encode())
-                file.flush()
-                sync(file)
+            write_entry(_entry(name), _checked(states, digest))
     return digest
 
 
 def _checked(states: list[list[int]], digest: str) -> dict[str, object]:
-    """An entry, with a checksum of itself."""
-    entry: dict[str, object] = {"files": states, "digest": digest}
+    return with_checksum({"files": states, "digest": digest})
+
+
+def with_checksum(entry: dict[str, Any]) -> dict[str, Any]:
+    """An entry with the hash of all that it has."""
     return entry | {"xxh3_128": xxhash.xxh3_128_hexdigest(json.dumps(entry).encode())}
+
+
+def write_entry(path: Path, entry: dict[str, Any]) -> None:
+    """Write an entry as a whole, also where other processes write the same one; OSError if that is not possible."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole_file(path, shared=True) as temporary, open(temporary, "wb") as file:
+        file.write(json.dumps(entry).encode())
+        file.flush()
+        sync(file)
 
 
 def file_state(path: Path) -> list[int]:

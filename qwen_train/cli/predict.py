@@ -175,6 +175,10 @@ def predict(
     if from_cache and any(sizes):
         do = "leave out --width, --height and --output-resolution"
         raise ConfigError("a cached sample has a fixed size", do=do)
+    if from_cache and text_encoder:
+        raise ConfigError("a cached sample has its prompt's embeddings", do="leave out --text-encoder")
+    if any(columns) and not source:
+        raise ConfigError("--targets and --controls go with --source", do="leave them out")
     what = (image or (), prompt or (), source, from_cache, key or (), lora or ())
     devices = (device, vae_device, text_device, transformer_device)
     options = PredictOptions(out, *what, devices, merge, compare, grid or (), save_interrupted, json)

@@ -182,7 +182,7 @@ def _next_commands(start: Start) -> Iterator[list[str]]:
         name = cache.row(0).name
         is_one = pc.sum(pc.equal(cache.table["name"], name)).as_py() == 1
         sample = ["--from-cache", str(cache.folder), "--key", name if is_one else cache.table["key"][0].as_py()]
-        model = words_not_recorded(config.model, ("revision", "transformer", "text_encoder", "vae"))
+        model = words_not_recorded(config.model, ("revision", "transformer", "vae"))
         yield ["qwen-train", "predict", *sample, "--lora", out, *model]
     name = start.out.resolve().name
     if config.train.lora.type == "oft":  # which ComfyUI computes in another way

@@ -183,7 +183,7 @@ def run_predict(settings: Config, options: PredictOptions) -> int:
 
     cache = None if options.cache is None else open_configured(settings.cache, options.cache)
     components = COMPONENTS if cache is None else COMPONENTS_FOR_A_CACHE
-    deciding = ("revision", "transformer", "text_encoder", "vae")
+    deciding = ("revision", "transformer", "vae", *(("text_encoder",) if cache is None else ()))
     known = () if cache is None else (cache.recipe.recipe, cache.manifest.vae_encoders)
     for folder in (*runs, *((cache.folder,) if cache else ())):  # the base of a LoRA first
         settings = with_recorded_model(settings, folder, components, *known, deciding=deciding)

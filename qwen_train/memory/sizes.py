@@ -79,7 +79,7 @@ class BatchKind:
     image_aligned: bool = True
     """The rows of image tokens are a multiple of `ROWS`; in a joint sequence, those of the draws."""
     text_aligned: bool = True
-    """Those of text are; in a joint sequence, those of everything."""
+    """The rows of text are; in a joint sequence, the rows of everything."""
 
     @classmethod
     def of(cls, batch: Sequence[SampleSize], settings: TrainConfig, family: Family, *, in_8_bits: bool) -> BatchKind:

@@ -211,7 +211,7 @@ def outcome(out: Path) -> dict[str, object]:
 
 
 def _curves(out: Path) -> dict[str, object]:
-    """What training logged, whether it was validated or not."""
+    """The curves of training itself, with validation or without."""
     lines = [line for line in metrics(out) if "loss" in line]
     return {name: [line[name] for line in lines] for name in ("step", "loss", "learning_rate", "grad_norm")}
 

@@ -64,7 +64,7 @@ def _replaced(name: str, beginnings: Mapping[str, str]) -> str:
 
 
 def is_text_matrix(name: str, tensor: Tensor) -> bool:
-    """Whether ComfyUI may quantise it, of a text encoder: every matrix but the vision tower's table of positions."""
+    """True for what ComfyUI may quantise of a text encoder: all matrices but the vision tower's table of positions."""
     return tensor.ndim == 2 and "pos_embed" not in name
 
 

@@ -38,7 +38,7 @@ class To:
 
 
 Entry = To | str | Callable[[Any], Mapping[str, Any]]
-"""What a key becomes: one setting, the reason why there is none, or a function that gives the settings. Without any,
+"""The meaning of a key: one setting, the reason why there is none, or a function that gives the settings. Without any,
 their value is what happens here anyway."""
 Table = Mapping[str, Entry]
 
