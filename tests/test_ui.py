@@ -316,9 +316,10 @@ def test_settings_are_those_of_the_help(own: TestClient) -> None:
     assert found.keys() == {each.key for each in all_settings() if each.key.startswith(("train.", "optimizer."))}
     steps = found["train.max_steps"]
     assert (steps["value"], steps["kind"]) == (7, "integer")  # of qwen.yaml
-    assert all(each["description"] for each in found.values())
-    kinds = {"choice", "flag", "integer", "number", "text", "yaml"}
+    assert all(each["description"] and each["title"] for each in found.values())
+    kinds = {"choice", "flag", "integer", "number", "numbers", "text", "yaml"}
     assert {each["kind"] for each in found.values()} == kinds
+    assert found["train.validation_split"]["bounds"] == {"ge": 0, "lt": 1}
 
 
 CHANGES: list[dict[str, Any]] = [

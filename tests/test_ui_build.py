@@ -15,6 +15,7 @@ from qwen_cache.inspect import page as document
 from qwen_cache.inspect.flags import stored_images
 from qwen_cache.inspect.summary import survey
 from qwen_cache.settings.load import load_config
+from qwen_cache.settings.titles import SECTIONS
 from qwen_train.ui import search
 from qwen_train.ui.build import MAX_LISTED, Form, checked, shortened
 from qwen_train.ui.jobs import Checked, Device, Found, found
@@ -32,6 +33,24 @@ model: {path: tiny}
 data: {source: photos}
 cache: {path: kept, text_device: "cuda:1", reuse: [older]}
 """
+
+
+CHANGED = """async ([settings, examples]) => {
+  const { inputOf, read } = await import("/static/setting_input.js");
+  const given = (setting, value) => read(inputOf(setting, value, "any"), setting);
+  const differ = (setting, value) => JSON.stringify(given(setting, value)) !== JSON.stringify(value);
+  return settings.flatMap((setting) => [setting.default, setting.value, examples[setting.kind] ?? setting.default]
+    .filter((value) => differ(setting, value)).map((value) => [setting.key, value]));
+}"""
+"""The values of settings that a form would not give back as it got them."""
+EXAMPLES = {
+    "area": 786432,
+    "sizes": [[1024, 768]],
+    "list": ["a", "1"],
+    "numbers": [0.5, 1],
+    "bytes": 15,
+    "number": 1e-8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -430,8 +449,14 @@ def test_the_page_in_a_browser(project: Path, built: Callable[[str], Path], monk
         size.press("Tab")
         page.locator("[id='setting-data.vae_image_size-problem']", has_text="an integer").wait_for()
         assert page.is_disabled("#start")
-        page.get_by_label("Undo the change of data.vae_image_size").click()
+        size.fill("512², 1024×768")
+        size.press("Tab")
+        page.locator("#command code", has_text="--set 'data.vae_image_size=[262144, 786432]'").wait_for()
+        page.get_by_label("Undo the change of Image area (pixels)").click()
         page.locator("#start:enabled").wait_for()
+        sections = ",".join(SECTIONS)
+        settings = page.request.get(f"{address}/api/settings?sections={sections}", headers=PROGRAM).json()
+        assert page.evaluate(CHANGED, [settings, EXAMPLES]) == []
         page.fill("#server", "http://127.0.0.1:8077")
         page.locator("#command code", has_text="--at http://127.0.0.1:8077").wait_for()
         assert page.is_disabled("#measure")

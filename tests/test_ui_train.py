@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,15 @@ import pytest
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.load import Config
+from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, Family
+from qwen_cache.settings.load import Config, load_config
+from qwen_train.memory.prediction import host_bytes, predict_memory
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.model.combinations import with_layout
 from qwen_train.run import METRICS_NAME
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checked, Checks
+from qwen_train.ui.presets import PRESETS
 
 from .support.browser import chromium, new_page
 from .support.commands import command as command_line
@@ -291,6 +297,25 @@ def test_the_plan_names_settings_that_fit_as_changes(page: TestClient, monkeypat
     assert (asked[0].line, answer["line"]) == (line, line)
 
 
+@pytest.mark.parametrize("family", [QWEN_IMAGE, QWEN_IMAGE_21], ids=lambda family: family.name)
+def test_presets_are_settings_that_a_run_takes(page: TestClient, family: Family) -> None:
+    """Those for a GPU's memory fit it, for one sample of 1024² with one control."""
+    shown = page.get("/api/train/presets", params={"model": family.pipelines[0].models[0]}).json()
+    expected = [each for each in PRESETS if each.family in (None, family)]
+    assert [each["name"] for each in shown] == [each.name for each in expected]
+    for preset, each in zip(expected, shown, strict=True):
+        assert {setting["key"]: setting["value"] for setting in each["settings"]} == preset.settings
+        assert command(page, **preset.settings, cache__path="shards")["line"], preset
+        if preset.memory:
+            transformer = {"_class_name": family.transformer, "num_layers": 60 if family is QWEN_IMAGE else 32}
+            settings = with_layout(load_config(None, [f"{k}={v}" for k, v in preset.settings.items()]), "cuda")
+            sample = SampleSize(((1, 64, 64), (1, 64, 64)), 272, (20,))
+            assert predict_memory(transformer, settings, [sample]).total < preset.memory * 1e9, preset
+            host = re.search(r"([\d.]+) GB of it", preset.about)
+            assert host
+            assert float(host[1]) == pytest.approx(host_bytes(transformer, settings) / 1e9, abs=0.05)
+
+
 def test_prompts_are_encoded_by_a_job(page: TestClient) -> None:
     form = {
         "changes": {
@@ -488,6 +513,12 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         page.locator(".by-step button").last.press("Enter")
         page.locator("#enlarged[open]").wait_for()
         assert page.locator("#enlarged-title").inner_text() == "red: two, step 5"
+        page.locator("#new-run > summary").press("Enter")
+        page.get_by_label("Presets").select_option("Edit")
+        page.get_by_role("button", name="Change these 6 settings").press("Enter")
+        page.locator("#line", has_text="rank").wait_for()
+        page.get_by_role("button", name="Undo the preset Edit").press("Enter")
+        page.locator("#line:not(:has-text('rank'))").wait_for()
         page.reload()
         page.locator("#differences tbody tr").wait_for()
         assert page.locator("#view-title").inner_text() == "2 runs compared"

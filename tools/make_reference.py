@@ -19,6 +19,7 @@ from typing import Any
 from qwen_cache import cli as cache_cli
 from qwen_cache.errors import RULES, NoCacheError, QwenCacheError
 from qwen_cache.settings.load import Config
+from qwen_cache.settings.titles import TITLES
 from qwen_train import cli as train_cli
 
 ROOT = Path(__file__).parents[1]
@@ -123,8 +124,9 @@ def _section(name: str, reference: dict[str, Any], sections: dict[str, Any]) -> 
             inner += _section(f"{name}.{key}" if within is value else f"{name}.{key}[]", within, sections)
         if "$ref" not in value:
             default = json.dumps(value["default"], ensure_ascii=False) if "default" in value else "required"
-            rows.append((code(key), kind(value), code(default), value.get("description", "")))
-    return [f"## {name}", table(("key", "value", "default", "description"), iter(rows)), *inner]
+            title = TITLES.get(f"{name}.{key}", "")
+            rows.append((code(key), title, kind(value), code(default), value.get("description", "")))
+    return [f"## {name}", table(("key", "title", "value", "default", "description"), iter(rows)), *inner]
 
 
 def kind(schema: dict[str, Any]) -> str:

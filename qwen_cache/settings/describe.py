@@ -13,15 +13,19 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from qwen_cache.settings.load import OTHER_NAMES, Config
 from qwen_cache.settings.sections import Section
+from qwen_cache.settings.titles import TITLES
 
 # ---- describe --------------------------------------------------------------------------------------------------------
 # Describe each setting of qwen.yaml for help, `config` and the documentation, from the classes of the settings.
 
 NUMBERS = {int: "INT", float: "NUMBER"}
+BOUNDS = ("ge", "gt", "le", "lt", "multiple_of")
+"""Constraints of a number, as pydantic names them."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class Setting:
     """The only values, if they are listed."""
     kinds: tuple[Any, ...]
     """The types of its values, without None."""
+    title: str
+    """What it is, in a few words: the label of a form."""
+    bounds: dict[str, float]
+    """The limits of a number, or of each in a list: those of BOUNDS that there are."""
 
     @property
     def default_text(self) -> str:
@@ -62,11 +70,21 @@ def describe(key: str) -> Setting:
         section = inner
     field = section.model_fields[name]
     kinds = tuple(kind for kind in _parts(field.annotation) if kind is not type(None))
-    choices = tuple(str(value) for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+    values = (value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+    choices = tuple("true" if value is True else str(value) for value in values)
     default = field.get_default(call_default_factory=True)
     if default is not PydanticUndefined:
         default = to_jsonable_python(default)
-    return Setting(key, field.description or "", default, choices, kinds)
+    return Setting(key, field.description or "", default, choices, kinds, TITLES[key], _bounds(field))
+
+
+def _bounds(field: FieldInfo) -> dict[str, float]:
+    """The constraints of a number; those of an alternative that is no list, such as `Positive | None`, are its own."""
+    inner = [
+        each for kind in (field.annotation, *get_args(field.annotation)) for each in getattr(kind, "__metadata__", ())
+    ]
+    found = [*field.metadata, *(each for info in inner for each in getattr(info, "metadata", ()))]
+    return {name: limit for name in BOUNDS for each in found if (limit := getattr(each, name, None)) is not None}
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
@@ -110,7 +128,7 @@ def found_by(text: str) -> list[Setting]:
 
 
 def _searched(setting: Setting) -> str:
-    return _plain(" ".join([setting.key, setting.description, *setting.choices, *other_names(setting)]))
+    return _plain(" ".join([setting.key, setting.title, setting.description, *setting.choices, *other_names(setting)]))
 
 
 def _plain(text: str) -> str:
@@ -123,9 +141,11 @@ def to_json(settings: Iterable[Setting], config: Config) -> list[dict[str, Any]]
     return [
         {
             "key": each.key,
+            "title": each.title,
             "value": values[each.key],
             "default": each.default,
             "choices": list(each.choices),
+            "bounds": each.bounds,
             "description": each.description,
             "other_names": other_names(each),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -17,6 +18,7 @@ from starlette.responses import Response
 
 from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.family import family_of
 from qwen_cache.options import Command as Declared
 from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved, parse_yaml
@@ -27,6 +29,7 @@ from qwen_train.training.report import REPORT_NAME
 from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
+from qwen_train.ui.presets import presets
 from qwen_train.ui.refusals import check_training, pipeline_of
 from qwen_train.ui.runs import run_at
 from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of, written_page
@@ -316,6 +319,14 @@ def _add_form(router: APIRouter, workspace: Workspace, queue: Queue, checks: Che
     def controls() -> dict[str, Any]:
         """Images in the opened folder that a validation prompt can take as its controls."""
         return {"images": [workspace.shown(each) for each in search.find(workspace).images]}
+
+    @router.get("/api/train/presets")
+    def presets_of(model: str = "") -> list[dict[str, Any]]:
+        """The presets for a model, by default that of qwen.yaml; those for all models if it is not known here."""
+        with suppress(ConfigError):
+            pipeline = pipeline_of(workspace, model or workspace.settings().model.path)
+            return presets(family_of(pipeline.name) if pipeline else None)
+        return presets(None)
 
     @router.post("/api/train/command")
     def command(form: Form) -> dict[str, Any]:

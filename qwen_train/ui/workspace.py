@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Lock
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from fastapi import APIRouter
 from fastapi.responses import FileResponse
 from PIL import Image
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic_core import PydanticUndefined
 
 from qwen_cache.errors import ConfigError
@@ -24,6 +24,7 @@ from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.describe import Setting, all_settings, other_names
 from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_config
+from qwen_cache.settings.titles import SECTIONS
 from qwen_cache.sources.images import upright_size
 from qwen_cache.storage.remote import Location, is_remote, location
 from qwen_train.run import named_in
@@ -175,9 +176,12 @@ def described(workspace: Workspace, sections: Sequence[str]) -> list[dict[str, A
     return [
         {
             "key": each.key,
+            "title": each.title,
+            "section": SECTIONS[each.key.rpartition(".")[0]],
             "value": values[each.key],
             "default": None if each.default is PydanticUndefined else each.default,
-            "choices": list(each.choices),
+            "choices": choices_of(each),
+            "bounds": each.bounds,
             "kind": kind_of(each),
             "description": each.description,
             "other_names": other_names(each),
@@ -187,18 +191,32 @@ def described(workspace: Workspace, sections: Sequence[str]) -> list[dict[str, A
     ]
 
 
+def choices_of(setting: Setting) -> tuple[str, ...]:
+    """The only values of a setting; those of a flag that may be left open, too."""
+    return setting.choices or (("true", "false") if setting.kinds == (bool,) and setting.default is None else ())
+
+
+AREAS = ("data.vae_image_size", "data.condition_image_size", "caption.image_size", "cache.vae_batch_pixels")
+"""Settings whose numbers are pixels of an area: 1024² or 1024×768 is easier to read and type than their product."""
+
+
 def kind_of(setting: Setting) -> str:
-    """How a form asks for a value: `choice`, `flag`, `integer`, `number`, `text`, or `yaml` for lists and mappings."""
-    kinds = set(setting.kinds)
-    if setting.choices:
-        return "choice" if len(kinds) == 1 else "text"
-    if kinds == {bool}:
-        return "flag"
-    if kinds == {int}:
-        return "integer"
-    if kinds <= {int, float} and kinds:
-        return "number"
-    return "text" if str in kinds else "yaml"
+    """How a form asks for a value.
+
+    `choice`, `flag`, `integer`, `number`, `bytes`, `text`; `area` for one or several, `sizes` for pairs of width and
+    height, `numbers` and `list` for values with commas between them; `yaml` for all else.
+    """
+    first, kinds = setting.kinds[0], set(setting.kinds)
+    if choices_of(setting):
+        return "choice" if len(kinds) == 1 else "yaml"
+    if setting.key in AREAS:
+        return "area"
+    if get_origin(first) in (list, tuple) and len(kinds) == 1:
+        inner = {getattr(each, "__origin__", each) for each in get_args(first)}
+        known = (({tuple}, "sizes"), ({int, float}, "numbers"), ({str}, "list"))
+        return next((name for kinds, name in known if inner <= kinds), "yaml")
+    numbers = {bool: "flag", int: "integer", ByteSize: "bytes", float: "number"}
+    return numbers.get(first, "text" if str in kinds else "yaml")
 
 
 def options_of(changes: Mapping[str, Any]) -> list[str]:

@@ -45,11 +45,17 @@ export class CommandForm {
     for (const each of problems) texts[each.key] ??= text(each);
     for (const [key, id] of Object.entries(this.fields)) showProblem(at(id), texts[key]);
     this.settings.showProblems(texts);
-    const list = at("problems"), lines = problems.map((each) => [each.key, text(each)].filter(Boolean).join(": "));
+    const list = at("problems"), lines = problems.map((each) => [each.key && this.title(each.key), text(each)].filter(Boolean).join(": "));
     if (list.dataset.shown === lines.join("\n")) return;
     list.dataset.shown = lines.join("\n");
     list.hidden = !lines.length;
     list.replaceChildren(element("ul", {}, ...lines.map((each) => element("li", {}, each))));
+  }
+
+  // The label of a field, or the title of a setting.
+  title(key) {
+    const id = this.fields[key];
+    return id ? document.querySelector(`label[for="${id}"]`)?.textContent ?? key : this.settings.title(key);
   }
 
   enable() { for (const id of this.buttons) at(id).disabled = !this.line || this.isUseless(id); }

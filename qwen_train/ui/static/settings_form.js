@@ -3,6 +3,7 @@
 
 import { at, element, get, setText } from "./api.js";
 import { keep, kept } from "./project.js";
+import { hasValue, inputOf, limits, read, show, shown } from "./setting_input.js";
 
 // The changes that are kept of the form of a page.
 export const keptChanges = (page) => kept(`${page} settings`, { changes: {} }).changes ?? {};
@@ -36,7 +37,7 @@ export class SettingsForm {
       type: "search", "aria-label": "Search all settings", placeholder: "search all settings",
       oninput: () => this.search(search.value),
     });
-    this.others = element("div", { class: "settings" }, ...others.map((each) => this.row(each)));
+    this.others = element("div", {}, ...[...new Set(others.map((each) => each.section))].map((section) => this.part(section, others)));
     this.place.replaceChildren(
       element("div", { class: "settings" }, ...first.map((each) => this.row(each))),
       element("details", {}, element("summary", {}, `All other settings (${others.length})`), search, this.others));
@@ -46,23 +47,38 @@ export class SettingsForm {
   // What a command gets.
   get values() { return { ...this.changes }; }
 
+  setting(key) { return this.settings?.find((each) => each.key === key); }
+
   // The value of a setting as it is now.
-  value(key) {
-    return key in this.changes ? this.changes[key] : this.settings.find((each) => each.key === key)?.value;
-  }
+  value(key) { return key in this.changes ? this.changes[key] : this.setting(key)?.value; }
 
   // What is wrong with settings, as {key: text}, each at its own; those of other forms are not shown.
   showProblems(problems) {
     for (const { key } of this.settings) showProblem(at(`setting-${key}`), problems[key]);
   }
 
+  // The title of a setting, with its name in qwen.yaml.
+  title(key) {
+    const setting = this.setting(key);
+    return setting ? `${setting.title} (${key})` : key;
+  }
+
   search(text) {
     const words = text.toLowerCase().split(/\s+/).filter(Boolean);
-    for (const row of this.others.children) row.hidden = !words.every((word) => row.dataset.search.includes(word));
+    for (const row of this.others.querySelectorAll(".setting")) {
+      row.hidden = !words.every((word) => row.dataset.search.includes(word));
+    }
+    for (const part of this.others.children) part.hidden = !part.querySelector(".setting:not([hidden])");
+  }
+
+  // The settings of one section, below its title.
+  part(section, settings) {
+    const rows = settings.filter((each) => each.section === section).map((each) => this.row(each));
+    return element("section", { "aria-label": section }, element("h4", {}, section), element("div", { class: "settings" }, ...rows));
   }
 
   set(key, value) {
-    const setting = this.settings.find((each) => each.key === key);
+    const setting = this.setting(key);
     if (JSON.stringify(value) === JSON.stringify(setting.value)) delete this.changes[key];
     else this.changes[key] = value;
     keep(`${this.page} settings`, { changes: this.changes });
@@ -71,9 +87,9 @@ export class SettingsForm {
 
   row(setting) {
     const id = `setting-${setting.key}`, value = this.value(setting.key);
-    const input = control(setting, value, id);
+    const input = inputOf(setting, value, id);
     const back = element("button", {
-      type: "button", class: "quiet", "aria-label": `Undo the change of ${setting.key}`,
+      type: "button", class: "quiet", "aria-label": `Undo the change of ${setting.title}`,
       hidden: !(setting.key in this.changes),
       onclick: () => {
         show(input, setting, setting.value);
@@ -86,45 +102,15 @@ export class SettingsForm {
       this.set(setting.key, read(input, setting));
       back.hidden = !(setting.key in this.changes);
     });
-    const note = setting.default === null || setting.default === "" ? "" : ` Default: ${text(setting.default)}.`;
-    const searched = [setting.key, setting.description, ...setting.other_names].join(" ").toLowerCase();
+    const notes = [limits(setting), hasValue(setting.default) && `default: ${shown(setting, setting.default)}`].filter(Boolean);
+    const searched = [setting.key, setting.title, setting.description, ...setting.other_names].join(" ").toLowerCase();
     return element("div", { class: "setting", "data-search": searched },
-      element("label", { for: id }, setting.key), input, back,
+      element("label", { for: id }, setting.title, " ", element("small", { class: "key" }, setting.key)), input, back,
       element("p", { id: `${id}-problem`, class: "problem", hidden: true }),
-      element("p", { id: `${id}-about`, class: "about" }, setting.description + note));
+      element("p", { id: `${id}-about`, class: "about" }, ...withCode(setting.description),
+        notes.length ? ` (${notes.join("; ")})` : ""));
   }
 }
 
-const text = (value) => typeof value === "string" ? value : JSON.stringify(value ?? undefined) ?? "";
-
-function control(setting, value, id) {
-  const shared = { id, "aria-describedby": `${id}-about ${id}-problem` };
-  let made;
-  if (setting.kind === "choice") {
-    const choices = setting.value === null || setting.default === null ? ["", ...setting.choices] : setting.choices;
-    const options = choices.map((choice) => element("option", { value: choice }, choice || "(none)"));
-    made = element("select", shared, ...options);
-  } else if (setting.kind === "flag") made = element("input", { ...shared, type: "checkbox" });
-  else {
-    const inputmode = { integer: "numeric", number: "decimal" }[setting.kind] ?? "text";
-    made = element("input", { ...shared, type: "text", inputmode });
-  }
-  show(made, setting, value);
-  return made;
-}
-
-function show(input, setting, value) {
-  if (setting.kind === "flag") input.checked = Boolean(value);
-  else input.value = text(value);
-}
-
-// The value of a control. What is no number, list or mapping stays text: the command's own check says what is wrong.
-function read(input, setting) {
-  if (setting.kind === "flag") return input.checked;
-  const given = input.value.trim();
-  if (given === "") return setting.kind === "text" && setting.default === "" ? "" : null;
-  const isNumber = setting.kind === "integer" || setting.kind === "number";
-  if (isNumber) return Number.isFinite(Number(given)) ? Number(given) : given;
-  if (setting.kind === "yaml" || /^[[{]/.test(given)) try { return JSON.parse(given); } catch { /* text */ }
-  return given;
-}
+// A text whose `parts in back-ticks` are code.
+const withCode = (text) => text.split("`").map((part, i) => (i % 2 ? element("code", {}, part) : part));

@@ -6,6 +6,7 @@ import { deviceSelect, onDevices } from "./devices.js";
 import { chosen, kept } from "./project.js";
 import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
+import { Presets } from "./train_presets.js";
 import { Prompts } from "./train_prompts.js";
 
 const PLACES = ["cache.path", "model.path", "train.output_dir"];
@@ -39,6 +40,7 @@ export class TrainForm {
     });
     this.kept = kept("train", EXAMPLE);
     this.chosenDevices = this.kept.devices; // by the user
+    this.presets = new Presets(at("presets"), { settings: this.settings, apply: (changes) => this.apply(changes) });
     this.memory = new MemoryBar(at("memory"), { apply: (changes) => this.apply(changes) });
     this.devices = deviceSelect("Devices", {
       allowAuto: false, several: true, value: this.chosenDevices ?? "",
@@ -76,6 +78,9 @@ export class TrainForm {
       encode: (button) => act(button, () => this.encode()),
     });
     await this.settings.load();
+    const model = this.fields["model.path"].input;
+    model.addEventListener("change", () => this.presets.load(model.value.trim()).catch(showError));
+    await this.presets.load(model.value.trim());
     this.changed();
   }
 
@@ -139,6 +144,7 @@ export class TrainForm {
 
   changed() {
     if (!this.fields || !this.settings.settings) return;
+    this.presets.show();
     this.form.changed();
     clearTimeout(this.planTimer);
     this.memory.outdated();
@@ -160,7 +166,7 @@ export class TrainForm {
 
   apply(changes) {
     for (const [key, value] of Object.entries(changes)) this.settings.set(key, value);
-    this.settings.load().then(() => { this.changed(); this.plan(); }, showError);
+    this.settings.load().then(() => { this.changed(); this.plan().catch(showError); }, showError);
     announce("the settings are applied");
   }
 

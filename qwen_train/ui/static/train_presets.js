@@ -1,0 +1,65 @@
+// Presets: settings to begin with. The chosen one says what it would change, and only then changes it.
+
+import { announce, element, get } from "./api.js";
+import { shown } from "./setting_input.js";
+
+export class Presets {
+  // `settings`: the SettingsForm. `apply(changes)` sets them in it.
+  constructor(place, { settings, apply }) {
+    Object.assign(this, { settings, apply, found: [], before: null });
+    this.select = element("select", { id: "preset", "aria-describedby": "preset-about", onchange: () => this.show() });
+    this.about = element("div", { id: "preset-about" });
+    this.use = element("button", { type: "button", onclick: () => this.change() });
+    this.undo = element("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.takeBack() }, "Undo");
+    place.replaceChildren(element("div", { class: "row" }, element("label", {}, "Presets", this.select), this.use, this.undo), this.about);
+  }
+
+  // Those for this model.
+  async load(model) {
+    this.found = await get(`/api/train/presets?${new URLSearchParams({ model })}`);
+    const groups = [...new Set(this.found.map(({ group }) => group))], kept = this.select.value;
+    const options = (group) => this.found.filter((each) => each.group === group)
+      .map(({ name }) => element("option", { value: name }, name));
+    this.select.replaceChildren(element("option", { value: "" }, "none"),
+      ...groups.map((group) => element("optgroup", { label: group }, ...options(group))));
+    this.select.value = this.chosen(kept) ? kept : "";
+    this.show();
+  }
+
+  chosen(name = this.select.value) { return this.found.find((each) => each.name === name); }
+
+  // The settings of the chosen preset that are other ones now.
+  get changes() {
+    const isOther = ({ key, value }) => JSON.stringify(this.settings.value(key)) !== JSON.stringify(value);
+    return (this.chosen()?.settings ?? []).filter(isOther);
+  }
+
+  show() {
+    const preset = this.chosen(), { changes } = this;
+    this.use.hidden = !changes.length;
+    this.use.textContent = changes.length === 1 ? "Change this setting" : `Change these ${changes.length} settings`;
+    const lines = changes.map(({ key, title, value }) => element("li", {}, `${title}: ${this.text(key, this.settings.value(key))} → `,
+      element("b", {}, this.text(key, value)), " ", element("small", { class: "key" }, key)));
+    this.about.replaceChildren(...(preset ? [element("p", { class: "about" }, preset.about),
+      lines.length ? element("ul", {}, ...lines) : element("p", { class: "about" }, "The settings are those of this preset.")] : []));
+  }
+
+  text(key, value) { return shown(this.settings.setting(key), value) || "not set"; }
+
+  change() {
+    const { changes } = this, preset = this.chosen();
+    this.before = Object.fromEntries(changes.map(({ key }) => [key, this.settings.value(key)]));
+    this.apply(Object.fromEntries(changes.map(({ key, value }) => [key, value])));
+    this.undo.hidden = false;
+    this.undo.setAttribute("aria-label", `Undo the preset ${preset.name}`);
+    this.undo.focus();
+    announce(`preset ${preset.name}: ${changes.length} settings changed`);
+  }
+
+  takeBack() {
+    this.apply(this.before);
+    this.undo.hidden = true;
+    this.select.focus();
+    announce("the settings are as before the preset");
+  }
+}
