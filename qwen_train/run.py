@@ -23,26 +23,31 @@ from qwen_cache.terminal import VARIABLE, console, is_verbose, set_verbosity
 from qwen_cache.text import plain, shell_line
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
-# Signals: SIGINT and SIGTERM finish the step, save and stop; SIGUSR1 saves, and training continues.
+# Signals: SIGINT and SIGTERM finish the step, save and stop. SIGUSR1 saves, SIGUSR2 generates the validation images;
+# training continues after both.
 #
-# On Windows, SIGBREAK (Ctrl-Break) takes the place of SIGTERM, which no process can send there; SIGUSR1 does not exist.
+# On Windows, SIGBREAK (Ctrl-Break) takes the place of SIGTERM, which no process can send there; the other two do not
+# exist.
 
 STOPPING = ("SIGINT", "SIGTERM", "SIGBREAK")
+SAVE, SAMPLE = "SIGUSR1", "SIGUSR2"
 
 
 class Signals:
-    """While entered, the first SIGINT or SIGTERM sets `stop`, a second raises KeyboardInterrupt, SIGUSR1 asks to save.
+    """While entered, the first SIGINT or SIGTERM sets `stop`, a second raises KeyboardInterrupt; SIGUSR1 asks to save,
+    SIGUSR2 for images.
 
     Signals that the system lacks are ignored.
     """
 
     def __init__(self) -> None:
         self.stop = False
-        self._save = False
+        self._asked = set[int]()
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for name, handler in (dict.fromkeys(STOPPING, self._on_stop) | {"SIGUSR1": self._on_save}).items():
+        asking = dict.fromkeys((SAVE, SAMPLE), self._on_ask)
+        for name, handler in (dict.fromkeys(STOPPING, self._on_stop) | asking).items():
             if (number := getattr(signal, name, None)) is not None:
                 self._before[number] = signal.signal(number, handler)
         return self
@@ -53,18 +58,20 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def take_save(self) -> bool:
-        """True if SIGUSR1 has arrived since the last call."""
-        requested, self._save = self._save, False
-        return requested
+    def take(self, name: str) -> bool:
+        """True if SIGUSR1 or SIGUSR2, by its name, has arrived since the last call."""
+        number = getattr(signal, name, None)
+        was_asked = number in self._asked
+        self._asked.discard(number)
+        return was_asked
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
 
-    def _on_save(self, number: int, frame: FrameType | None) -> None:
-        self._save = True
+    def _on_ask(self, number: int, frame: FrameType | None) -> None:
+        self._asked.add(number)
 
 
 # ---- launch ----------------------------------------------------------------------------------------------------------
@@ -165,6 +172,10 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 LOCK = ".lock"
 METRICS_NAME = "metrics.jsonl"
+RUN_FACTS_NAME = "about.json"
+"""The file with facts about the data and the run, for its report."""
+VALIDATION_IMAGES = "validation_images"
+"""The fact that says how many images a run generates at a time."""
 TIMES = ("time", "elapsed_seconds")
 """The entries of a line that are not metrics."""
 LOSS = "validation_loss"

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,14 +29,14 @@ from qwen_train.lora.adapter import ASSISTANT, without
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
-from qwen_train.run import Launch, Signals, ToEncode
+from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
 from qwen_train.training.loss import NonFiniteGuard, compute_loss, with_teacher, zero_loss
 from qwen_train.training.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.training.optimizers import evaluation_weights
 from qwen_train.training.prepare import Prepared, make_batches, note_commits, plan_summary, prepare, run_facts
-from qwen_train.training.processes import any_process, leave, together
-from qwen_train.training.report import RUN_FACTS_NAME, renew_report
+from qwen_train.training.processes import each_in_any_process, leave, together
+from qwen_train.training.report import renew_report
 from qwen_train.training.start import Start, starting
 from qwen_train.training.validation import ValidationImages, evaluating
 
@@ -75,7 +76,7 @@ def train_started(start: Start) -> Path:
 
 
 def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar: Progress) -> None:
-    """Train, validate, log and save until the last step or a signal to stop."""
+    """Train, validate, log and save until the last step or a signal to stop; generate and save when asked to."""
     run, settings, stop = p.run, p.config.train, False
     is_left = run.step < settings.max_steps
     task = bar.add_task("training", total=settings.max_steps, completed=run.step, count="", visible=is_left)
@@ -87,15 +88,22 @@ def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar
         values = steps.next()
         count = progress_text(run.step, settings.max_steps, values, steps.throughput)
         bar.update(task, completed=run.step, count=count)
+        if p.images and p.images.due(run.step):
+            bar.update(task, count=f"{count}\ngenerating images")
         validation_losses, is_new = validate(p), p.follower is not None and p.follower.begins(run.step)
         log.write(run.step, values | validation_losses, always=bool(validation_losses) or is_new)
-        stop = any_process(p.accelerator, signals.stop)
-        save_requested = any_process(p.accelerator, signals.take_save())
+        asked = signals.stop, signals.take(SAVE), signals.take(SAMPLE)
+        stop, save_requested, images_requested = each_in_any_process(p.accelerator, asked)
         if save_requested or run.step % settings.checkpointing_steps == 0:
             log.sync()
             save(p)
         if save_requested:
             bar.console.print(f"saved checkpoint-{p.saved}", highlight=False)
+            signals.take(SAVE)  # in one of several processes it may arrive a step later
+        if images_requested and not stop:
+            bar.update(task, count=f"{count}\ngenerating images")
+            bar.console.print(images_now(p), highlight=False)
+            signals.take(SAMPLE)
 
 
 class Steps:
@@ -228,7 +236,7 @@ def take_in_commit(p: Prepared) -> None:
         p.batches, p.validation, p.images = made
         note_commits(p.run, p.follower)
         if p.accelerator.is_main_process:
-            write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan_summary(p), p.parameters, p.accelerator))
+            write_durably(p.out / RUN_FACTS_NAME, run_facts(p, plan_summary(p)))
 
 
 def save(p: Prepared) -> None:
@@ -253,6 +261,15 @@ def validate(p: Prepared) -> dict[str, float]:
     return losses
 
 
+def images_now(p: Prepared) -> str:
+    """Generate the images of this step because they are asked for, unless they are there; a line that says so."""
+    if p.images is None:
+        return f"no images to generate: {GENERATE}"
+    if not p.images.due(p.run.step):
+        generate_images(p, p.images)
+    return f"generated the images of step {p.run.step}"
+
+
 def generate_images(p: Prepared, images: ValidationImages) -> None:
     """The images of this step, by the averaged weights if there are any; every process takes part."""
     averaged = p.run.ema.swapped() if p.run.ema else evaluation_weights(p.run.optimizer)
@@ -263,9 +280,23 @@ def generate_images(p: Prepared, images: ValidationImages) -> None:
         p.accelerator.wait_for_everyone()  # for the images of all processes
         with together():
             if p.decoder:
-                from qwen_train.training.watch import show_new_images
+                decode_images(p)
 
-                show_new_images(p.out, p.decoder, p.accelerator.trackers)
+
+def decode_images(p: Prepared) -> None:
+    """Decode the images that were generated; on the CPU from the first one on that does not fit on the device."""
+    from qwen_train.training.watch import show_new_images
+
+    try:
+        show_new_images(p.out, p.decoder, p.accelerator.trackers)
+        return
+    except torch.OutOfMemoryError:
+        if p.decoder.device.type == "cpu":
+            raise
+    told = f"{p.decoder.device} has too little memory to decode images beside training: they are decoded on the CPU"
+    console().print(told, highlight=False)
+    p.decoder = replace(p.decoder, device=torch.device("cpu"))
+    show_new_images(p.out, p.decoder, p.accelerator.trackers)
 
 
 def batches_per_step(p: Prepared, settings: TrainConfig) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import load_file
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
@@ -407,6 +408,21 @@ def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str
     assert re.search(r"with 0 blocks recomputed: [\d.]+ [MG]B, \d\d % of the time with all", result.stdout)
     assert "does not fit in 500 MB" in result.stdout
     assert "frozen weights" in result.stdout
+
+
+def test_plan_counts_decoding_on_the_device_that_trains(
+    built: Callable[[str], Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """The VAE's weights stay beside the run; whether it all fits changes at the total."""
+    cache, model = built("edit-plus"), tiny_model("edit-plus")
+    weights = load_file(next((model / "vae").glob("*.safetensors")))
+    _, found = plan(cache, "--model", model)
+    assert found["decode"]["weights"] == pytest.approx(2 * sum(it.numel() for it in weights.values()), rel=0.05)
+    total = found["decode"]["total"]
+    assert found["memory"]["total"] + found["decode"]["weights"] < total
+    for size, fits in ((total, True), (total - 1, False)):
+        _, found = plan(cache, "--model", model, "--gpu-memory", f"{size}B")
+        assert (found["decode"]["fits"], found["fits"]) == (fits, True)
 
 
 @pytest.mark.slow

@@ -17,10 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qwen_cache import open_cache
 from qwen_cache.errors import TrainError
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.run import Signals
+from qwen_train.run import SAMPLE, SAVE, Signals
 from qwen_train.training import checkpoint, processes
 from qwen_train.training.loss import MAX_CONSECUTIVE, NonFiniteGuard
 
@@ -69,21 +70,38 @@ def test_sigusr1_saves_after_the_step_and_training_continues(train: Trainer, mon
     expected = outcome(train.once(settings=EVERYTHING_RANDOM))
     handler = signal.getsignal(signal.SIGUSR1)
     send(monkeypatch, signal.SIGUSR1, in_batch=2, times=2)
+    send(monkeypatch, signal.SIGUSR2, in_batch=2)
     result = train.try_(settings=EVERYTHING_RANDOM)
     assert result.code == 0, result.stderr
     assert "saved checkpoint-2" in result.stderr
+    assert "no images to generate: set validation.prompts" in result.stderr
     out = train.folder / "out"
     assert [step for step, _ in checkpoint.checkpoints(out)] == [2, 3]
     assert differences(outcome(out), expected) == []
     assert signal.getsignal(signal.SIGUSR1) == handler
 
 
-def test_asking_to_save_counts_once() -> None:
+def test_sigusr2_generates_after_the_step_and_training_is_the_same(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of samples that are trained, since none are held out."""
+    expected = outcome(train.once(settings=EVERYTHING_RANDOM))
+    send(monkeypatch, signal.SIGUSR2, in_batch=2, times=2)
+    out = train(settings=EVERYTHING_RANDOM, validation__num_images=2, validation__num_inference_steps=2)
+    keys = sorted(sample.key for sample in open_cache(train.cache))[:2]
+    folders = {each.name: sorted(file.stem for file in each.iterdir()) for each in (out / "validation").iterdir()}
+    assert folders == dict.fromkeys(("step-0", "step-2", "step-3", "target", "controls"), keys)
+    assert differences(outcome(out), expected) == []
+
+
+@pytest.mark.parametrize("name", [SAVE, SAMPLE])
+def test_asking_counts_once(name: str) -> None:
     with Signals() as signals:
-        assert not signals.take_save()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.take_save()
-        assert not signals.take_save()
+        assert not signals.take(name)
+        os.kill(os.getpid(), getattr(signal, name))
+        assert not signals.take(SAVE if name == SAMPLE else SAMPLE)
+        assert signals.take(name)
+        assert not signals.take(name)
         assert not signals.stop
 
 
@@ -210,6 +228,7 @@ def disturbed(*arguments):
     number = next(batches) if arguments[1].noise.any() else None
     if second and number == 0:
         os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
     return loss * math.nan if second and number == 1 else loss
 
 training.compute_loss = disturbed
@@ -220,13 +239,16 @@ main()
 
 @pytest.mark.slow
 def test_what_one_process_meets_all_of_them_heed(train: Trainer) -> None:
-    """The second process is asked to save in the first step, whose second batch it cannot use."""
+    """The second process is asked to save and for images in the first step, whose second batch it cannot use."""
     one = train(**FAST, train__gradient_accumulation_steps=2, train__max_steps=1, out="one")
     program = train.folder / "disturbed.py"
     program.write_text(ONE_IS_DISTURBED, encoding="utf-8")
-    settings = {"train__gradient_accumulation_steps": 2, "train__max_steps": 2, "train__on_nan": "skip"}
-    two = by_two(train, program=[program], **FAST, **settings, out="two")
-    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 2]
-    assert column(two, "skipped_batches") == [1, 0]
+    settings = {"train__gradient_accumulation_steps": 2, "train__max_steps": 3, "train__on_nan": "skip"}
+    images = {"validation__num_images": 2, "validation__num_inference_steps": 2}
+    two = by_two(train, program=[program], **FAST, **settings, **images, out="two")
+    assert [step for step, _ in checkpoint.checkpoints(two)] == [1, 3]
+    generated = {each.name: len(list(each.iterdir())) for each in (two / "validation").glob("step-*")}
+    assert generated == {"step-0": 2, "step-1": 2, "step-3": 2}
+    assert column(two, "skipped_batches") == [1, 0, 0]
     for name in ("loss", "grad_norm"):
         assert column(two, name)[0] == pytest.approx(column(one, name)[0], rel=1e-5)

@@ -64,8 +64,8 @@ elif what == "fail":
     print("error: no such thing\\n  -> give another", file=sys.stderr)
     sys.exit(2)
 elif what == "wait":  # until a file is there
-    saved = []
     signal.signal(signal.SIGUSR1, lambda *_: (here / "saved").touch())
+    signal.signal(signal.SIGUSR2, lambda *_: (here / "sampled").touch())
     log()
     while not (here / arguments[0]).exists():
         pause()
@@ -339,6 +339,27 @@ def test_a_run_saves_only_while_it_trains(queue: Queue, folder: Path) -> None:
     wait_until((folder / "saved").exists)
     (folder / "end").touch()
     assert wait_for(queue, id, "done").can() == ["again", "remove"]
+
+
+def test_a_run_generates_images_if_its_folder_says_that_it_has_some(queue: Queue, folder: Path) -> None:
+    (folder / "out").mkdir()
+    command = Command("qwen-train", ["wait", "end"])
+    job = queue.add("Train", "train", command, ["cpu"], {"output_dir": "out"})
+    wait_until((folder / "log").exists)
+    wait_for_pid(queue, job.id)
+    write_json(job.folder / PROGRESS, {"what": "training"})
+    for facts in (None, {"validation_images": 0}, {"validation_images": "2"}):
+        if facts is not None:
+            write_json(folder / "out" / "about.json", facts)
+        assert queue.get(job.id).can() == ["stop", "kill", "save"]
+        with pytest.raises(JobError, match="this run has no images to generate"):
+            queue.sample_now(job.id)
+    write_json(folder / "out" / "about.json", {"validation_images": 2})
+    assert queue.get(job.id).can() == ["stop", "kill", "save", "sample"]
+    queue.sample_now(job.id)
+    wait_until((folder / "sampled").exists)
+    (folder / "end").touch()
+    wait_for(queue, job.id, "done")
 
 
 def test_the_processes_of_torchrun_get_the_signals_themselves(queue: Queue, folder: Path) -> None:

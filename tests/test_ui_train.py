@@ -479,6 +479,49 @@ def test_a_run_that_is_saved_stopped_and_resumed_equals_one_that_was_not(
     assert curves["series"]["loss"]["values"] == column(tmp_path / "whole", "loss")
 
 
+@pytest.mark.slow
+def test_a_run_that_trains_is_sampled_its_checkpoint_offered_and_its_images_decoded(
+    tmp_path: Path, built: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    cache, model = built("edit-plus"), tiny_model("edit-plus")
+    changes = {
+        "train.mixed_precision": "no",
+        "train.max_steps": 1_000_000,
+        "train.checkpointing_steps": 1_000_000,
+        "cache.path": str(cache),
+        "model.path": str(model),
+        "train.output_dir": "out",
+        "validation.num_images": 1,
+        "validation.images_every_steps": 1_000_000,
+        "validation.num_inference_steps": 2,
+        "predict.dtype": "float32",
+    }
+    with opened(tmp_path, cache.parent, model.parent) as page:
+
+        def images() -> Any:
+            return page.get("/api/train/images", params={"folder": "out"}).json()
+
+        job = page.post("/api/train/start", json={"changes": changes, "devices": ["cpu"]}).json()
+        wait_for(page, job, lambda it: "sample" in it["can"] or it["state"] == "failed")
+        wait_until(lambda: (tmp_path / "out" / METRICS_NAME).read_text(encoding="utf-8"))  # after the first images
+        assert page.post(f"/api/jobs/{job['id']}/sample").status_code == 200
+        wait_until(lambda: images()["waiting"] >= 2)
+        assert (images()["decoder"], images()["at_a_time"], images()["samples"]) == ("", 1, [])
+        assert page.post(f"/api/jobs/{job['id']}/save").status_code == 200
+        saved = wait_for(page, job, lambda it: it["checkpoint"] is not None)["checkpoint"]
+        newest = page.get("/api/generate/choices").json()["loras"][0]
+        assert (newest["path"], newest["model"]) == (f"out/checkpoint-{saved}", str(model))
+        decoding = page.post("/api/train/decode", json={"folder": "out"}).json()
+        assert "--vae-device=cpu" in decoding["line"]
+        assert wait_for(page, decoding, lambda it: it["ended"] is not None)["state"] == "done"
+        assert page.get(f"/api/jobs/{job['id']}").json()["state"] == "running"
+        (sample,) = images()["samples"]
+        first, sampled, *_ = (each["step"] for each in sample["steps"])
+        assert first == 0 < sampled < 1_000_000
+        page.post(f"/api/jobs/{job['id']}/kill")
+        wait_for(page, job, lambda it: it["ended"] is not None)
+
+
 # ---- the page in a browser -------------------------------------------------------------------------------------------
 
 
@@ -515,7 +558,7 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         assert page.locator("#enlarged-title").inner_text() == "red: two, step 5"
         page.locator("#new-run > summary").press("Enter")
         page.get_by_label("Presets").select_option("Edit")
-        page.get_by_role("button", name="Change these 6 settings").press("Enter")
+        page.get_by_role("button", name="Change these 5 settings").press("Enter")
         page.locator("#line", has_text="rank").wait_for()
         page.get_by_role("button", name="Undo the preset Edit").press("Enter")
         page.locator("#line:not(:has-text('rank'))").wait_for()

@@ -30,22 +30,18 @@ pytestmark = pytest.mark.slow
 SOURCE = "edits"
 NAME, PROMPT = "china_black_and_white", "make it black and white, with soft contrast"
 CONTROL = f"{SOURCE}/control_images/{NAME}.jpg"
-SETTINGS = f"""
-data: {{vae_image_size: 16384}}
-cache: {{dtype: float32}}
+SETTINGS = """
+data: {vae_image_size: 16384}
+cache: {dtype: float32}
 train:
   max_steps: 50
   gradient_accumulation_steps: 12
   gradient_checkpointing: false
   mixed_precision: "no"
   checkpointing_steps: 25
-optimizer: {{learning_rate: 1.0e-3}}
-validation:
-  images_every_steps: 25
-  num_inference_steps: 2
-  vae_device: cpu
-  prompts: [{{prompt: make it black and white, control: {CONTROL}}}]
-predict: {{dtype: float32, num_inference_steps: 2}}
+optimizer: {learning_rate: 1.0e-3}
+validation: {num_inference_steps: 2}
+predict: {dtype: float32, num_inference_steps: 2}
 """
 SCREENS: dict[str, dict[str, Any]] = {
     "desktop": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "light"},
@@ -181,7 +177,9 @@ def train(user: Keyboard, model: Path) -> None:
     user.page.wait_for_load_state("networkidle")
     user.wait("#line code", f"qwen-train run cache --model {model}")
     user.start("#jobs .job-title")
-    user.wait("#images img")
+    user.wait("#images figcaption", "before training")  # by the form as it is
+    user.press("#jobs button", "Sample now")
+    user.wait("#images figcaption", "step ")
     user.press("#jobs button", "Stop")
     user.wait("#jobs .job-title", "stopped")
     user.press("#jobs button", "Try this LoRA")

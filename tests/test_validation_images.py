@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +26,10 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import load_config, parse_yaml
 from qwen_cache.settings.sections import ValidationConfig
+from qwen_train import train as training
 from qwen_train.data.samples import Mixture, check_validation_cache, open_validation_cache
 from qwen_train.run import ToEncode
+from qwen_train.training import watch
 
 from .support.caches import SMALL as SMALL_BUILD
 from .support.commands import refused, run
@@ -292,6 +295,34 @@ def test_a_run_can_decode_on_a_device_of_its_own(train: Trainer) -> None:
 def test_decoding_that_cannot_be_is_refused(train: Trainer, settings: dict[str, Any], parts: tuple[str, ...]) -> None:
     refused(train.try_(settings={**IMAGES, **settings}), *parts)
     assert not (train.folder / "out").exists()
+
+
+def test_a_device_without_room_for_the_vae_leaves_decoding_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And does not end the run; where the CPU runs out of memory, it does."""
+
+    @dataclass(frozen=True)
+    class Decoder:
+        device: torch.device
+
+    devices = list[str]()
+
+    def show(folder: Path, decoder: Decoder, trackers: object) -> None:
+        devices.append(decoder.device.type)
+        if decoder.device.type != "cpu" or len(devices) > 3:
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(watch, "show_new_images", show)
+    p: Any = SimpleNamespace(
+        out=Path(), decoder=Decoder(torch.device("meta")), accelerator=SimpleNamespace(trackers=[])
+    )
+    training.decode_images(p)
+    training.decode_images(p)
+    assert devices == ["meta", "cpu", "cpu"]
+    assert "meta has too little memory to decode images" in capsys.readouterr().err
+    with pytest.raises(torch.OutOfMemoryError):
+        training.decode_images(p)
 
 
 def test_without_a_vae_it_is_refused_beforehand(train: Trainer) -> None:

@@ -567,7 +567,7 @@ class ValidationConfig(Section):
     """A cache of which every sample is generated, with target or without: its folder or a URL. By default the folder
     validation/ in cache.path, if it holds a cache; none: no cache."""
     num_images: NotNegative = 0
-    """Held-out samples that are generated too."""
+    """Held-out samples that are generated too; without train.validation_split, samples that are trained."""
     images_every_steps: Positive = 500
     """Generate images before training, every this many steps, and after the last; with the average of train.ema_decay,
     if there is one. They are stored as latents for `qwen-train decode`."""
@@ -580,7 +580,7 @@ class ValidationConfig(Section):
     """Generate these images with train.assistant_lora, as for Lightning, or without it, as the result alone does. The
     losses are measured with it."""
     vae_device: str | None = None
-    """Decode the images in the run itself, with the VAE on this device, such as cuda:1 or cpu; by default never."""
+    """Decode the images in the run itself, with the VAE on this device, such as cuda:0 or cpu; by default never."""
 
 
 # ---- inference -------------------------------------------------------------------------------------------------------

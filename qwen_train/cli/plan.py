@@ -61,11 +61,12 @@ def plan(
     if here := find_here(name, (), settings.model.revision):
         opened = replace(open_model(str(here), ()), name=name, text_encoder=settings.model.text_encoder)
         check_encoders(samples, opened, read=False)
-    from qwen_train.inference.memory import memory_beside_training
+    from qwen_train.inference.memory import decoding_in_training, memory_beside_training
     from qwen_train.memory import plan as memory
 
     workload = memory.Workload.of(settings, samples)
     report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
+    report |= decoding_in_training(settings, workload, capacity)
     (print_json if json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
 
@@ -115,6 +116,11 @@ def print_plan(report: dict[str, Any]) -> None:
             f"[bold]predict[/]        {predict['none']}; --offload model {predict['model']}, sequential "
             f"{predict['sequential']}"
         )
+    if "decode" in report:
+        of_vae, image, total = (human_bytes(report["decode"][name]) for name in ("weights", "image", "total"))
+        verdict = "" if report["decode"].get("fits", True) else ", which does not fit"
+        text = f"the VAE {of_vae}, an image {image}; on the GPU that trains, with the run {total}{verdict}"
+        out.print(f"[bold]decode[/]         {text}")
     if "fits" not in report:
         return
     verdict = "[bold green]fits[/]" if report["fits"] else "[bold red]does not fit[/]"

@@ -1,4 +1,4 @@
-"""The memory of encoding and of generating images, predicted from the components' config.json files.
+"""The memory of encoding, generating and decoding images, predicted from the components' config.json files.
 
 What each component takes for the largest sample is measured once without data (`simulated.py`), and remembered. `build`
 takes what is free beyond that for larger batches. Not predicted: a LoRA's weights, and a table in place of the
@@ -11,10 +11,12 @@ import functools
 from contextlib import suppress
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 from qwen_cache.encode.components import Component
 from qwen_cache.encode.memory import component
 from qwen_cache.errors import ModelError
+from qwen_cache.format.sample import token_count
 from qwen_cache.models.folder import read_config
 from qwen_cache.models.hardware import Placement, with_reserve
 from qwen_cache.models.single_file import open_text_encoder
@@ -22,6 +24,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.storage.measured import digest_of_code
 from qwen_train.inference.components import Components
 from qwen_train.memory.plan import Workload, config_path
+from qwen_train.memory.prediction import FRAGMENTATION, RESERVED, predict_memory
 from qwen_train.model.combinations import kind_of
 
 CODE = ("inference/simulated.py", "memory/step.py", "data/batches.py", "weights.py", "model/*.py")
@@ -31,6 +34,7 @@ READ = {
     "text_lane": ("text_encoder",),
     "text_encoder": ("text_encoder",),
     "vae": ("vae", "transformer"),
+    "decoder": ("vae", "transformer"),
     "transformer": ("transformer",),
 }
 """The config.json files that each measurement depends on."""
@@ -92,12 +96,9 @@ def memory_beside_training(settings: Config, workload: Workload) -> dict[str, di
     `build` by lane and for both on one device, `predict` by `--offload`. {} where only the transformer is at hand.
     Raises ModelError for an encoder that is not supported, or whose config.json cannot be read.
     """
-    paths: dict[str, Path] = {}
-    with suppress(ModelError):  # of the hub, offline
-        paths = {part: config_path(settings.model, part) for part in ("vae", "text_encoder")}
-    if not paths or not all(path.is_file() for path in paths.values()):
+    configs = _configs(settings, workload, "vae", "text_encoder")
+    if not configs:
         return {}
-    configs = {"transformer": workload.transformer, **{part: read_config(path) for part, path in paths.items()}}
     is_quantised = False
     if settings.model.text_encoder is not None:
         own = configs["text_encoder"]
@@ -110,3 +111,38 @@ def memory_beside_training(settings: Config, workload: Workload) -> dict[str, di
     predict = Components(configs, workload.sample, area, settings.predict.dtype, kind, placement)
     both = {"build": building(build), "predict": generating(predict)}
     return {name: {part: with_reserve(size) for part, size in parts.items()} for name, parts in both.items()}
+
+
+def decoding_in_training(settings: Config, workload: Workload, capacity: int | None) -> dict[str, dict[str, Any]]:
+    """The bytes of a run that decodes its images on the device that trains, for `plan`: {"decode": …}.
+
+    `weights` are the VAE's, which stay on the device; `image` is the peak of a decode, in tiles where a whole one is
+    not within `capacity`; `total` is the largest of a training step and a decode, with all that stays. {} where the
+    VAE's config.json is not at hand.
+    """
+    configs = _configs(settings, workload, "vae")
+    if not configs:
+        return {}
+    sizes = [size for size in (workload.sample, workload.image) if size is not None]
+    largest = max(sizes, key=lambda size: token_count(size.img_shapes[:1]))
+    vae = measured(Components(configs, largest, None, settings.predict.dtype), "decoder")
+    memory = predict_memory(workload.transformer, settings, workload.batch, image=workload.image)
+    stays = memory.weights + memory.trained + memory.optimizer + memory.average + vae.weights
+
+    def total(image: int) -> int:
+        between_steps = RESERVED + (1 + FRAGMENTATION) * (stays + image)
+        return int(max(memory.total + (1 + FRAGMENTATION) * vae.weights, between_steps))
+
+    image = vae.activations if capacity is None or total(vae.activations) <= capacity else vae.least
+    fits = {} if capacity is None else {"fits": total(image) <= capacity}
+    return {"decode": {"weights": vae.weights, "image": image, "total": total(image), **fits}}
+
+
+def _configs(settings: Config, workload: Workload, *parts: str) -> dict[str, dict[str, Any]]:
+    """The config.json of the transformer and of these parts; {} if one is not at hand."""
+    paths: dict[str, Path] = {}
+    with suppress(ModelError):  # of the hub, offline
+        paths = {part: config_path(settings.model, part) for part in parts}
+    if not paths or not all(path.is_file() for path in paths.values()):
+        return {}
+    return {"transformer": workload.transformer, **{part: read_config(path) for part, path in paths.items()}}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from qwen_cache.encode.simulated import (
     vae_lane,
     vae_on_meta,
 )
-from qwen_cache.encode.vae import latent_space
+from qwen_cache.encode.vae import TILE, decode_in_tiles, for_single_frames, latent_space
 from qwen_cache.format.sample import token_count
 from qwen_cache.models.devices import bytes_of, peak_of, torch_dtype
 from qwen_cache.models.hardware import WHOLE, Placement
@@ -76,10 +77,24 @@ class Passes:
         """The stock VAE: encoding the largest image, and decoding the target."""
         vae = vae_on_meta(self.configs["vae"], self.dtype)
         encoded = encoding(vae, max(self.sizes, key=math.prod), self.dtype) if self.sizes[1:] else 0
-        latents = self._empty(1, token_count(self.sample.img_shapes[:1]), self.configs["transformer"]["in_channels"])
-        unpacked = latent_space(vae).unpack(latents, self.sizes[0])
-        decoding = peak_of(lambda: vae.decode(unpacked, return_dict=False), vae)
+        decoding = peak_of(lambda: vae.decode(self._target(vae), return_dict=False), vae)
         return Component(bytes_of(vae), max(encoded, decoding), largest_layer(vae))
+
+    @property
+    def decoder(self) -> Component:
+        """The stock VAE, decoding the target: whole, and in tiles as it does where that does not fit."""
+        vae, tiled = vae_on_meta(self.configs["vae"], self.dtype), None
+        weights = bytes_of(vae)
+        whole = peak_of(lambda: vae.decode(self._target(vae), return_dict=False), vae)
+        if (vae.config.get("patch_size") or 1) == 1:
+            for_single_frames(vae)
+            tiled = peak_of(lambda: decode_in_tiles(vae, self._target(vae), TILE), vae)
+        return Component(weights, whole, in_tiles=tiled)
+
+    def _target(self, vae: Any) -> Tensor:
+        """The latents of the target as the VAE takes them."""
+        tokens = self._empty(1, token_count(self.sample.img_shapes[:1]), self.configs["transformer"]["in_channels"])
+        return latent_space(vae).unpack(tokens, self.sizes[0])
 
     @property
     def transformer(self) -> Component:

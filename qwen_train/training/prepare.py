@@ -43,12 +43,12 @@ from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_
 from qwen_train.model.kernels import Choice, capability_of, checked, choose_kernel, refuse_kernel
 from qwen_train.model.loading import tabulate
 from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
+from qwen_train.run import RUN_FACTS_NAME, VALIDATION_IMAGES
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.training.follow import Follower
 from qwen_train.training.metrics import takes_images
 from qwen_train.training.optimizers import apply_settings, make_optimizer, optimizer_class, schedule_warning
 from qwen_train.training.processes import all_gather_object, connect, together
-from qwen_train.training.report import RUN_FACTS_NAME
 from qwen_train.training.start import ASSISTANT_LORA, CACHE, TRANSFORMER, Start, fixed_settings
 from qwen_train.training.validation import (
     Validation,
@@ -155,20 +155,21 @@ def print_memory(
     console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
 
 
-def run_facts(batches: Batches, plan: Summary, parameters: list[torch.nn.Parameter], accelerator: Accelerator) -> bytes:
+def run_facts(p: Prepared, plan: Summary) -> bytes:
     """The report's facts about the data and the run, as JSON."""
-    cache = batches.cache
+    cache, accelerator = p.batches.cache, p.accelerator
     facts = {
         "cache": str(cache.folder),
         "identity": cache.identity,
         "pipeline": " and ".join(cache.pipelines),
         "samples": len(cache),
-        "samples_for_validation": len(batches.validation),
+        "samples_for_validation": len(p.batches.validation),
+        VALIDATION_IMAGES: p.images.count if p.images else 0,
         "samples_in_an_epoch": plan.in_epoch,
         "batches_in_an_epoch": plan.batches,
         "tokens_of_a_batch": plan.tokens,
         "padding": f"{100 * plan.padding:.1f} %",
-        "trainable_parameters": sum(parameter.numel() for parameter in parameters),
+        "trainable_parameters": sum(parameter.numel() for parameter in p.parameters),
         "device": f"{accelerator.num_processes} × {accelerator.device.type}",
     }
     return json.dumps(facts, indent=1).encode("utf-8")
@@ -319,7 +320,7 @@ def announce(p: Prepared, start: Start, changed: list[str], attention: Choice | 
     plan = plan_summary(p)
     make_folder(p.out)
     write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
-    write_durably(p.out / RUN_FACTS_NAME, run_facts(p.batches, plan, p.parameters, p.accelerator))
+    write_durably(p.out / RUN_FACTS_NAME, run_facts(p, plan))
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images, attention)
     samples = p.batches.cache
     with_controls = int((samples.token_counts()[0] > samples.target_tokens()).sum())

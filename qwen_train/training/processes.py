@@ -7,7 +7,7 @@ each with the whole run, and more processes than accelerators.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -110,6 +110,12 @@ def naming_lost_connections(launch: Launch) -> Iterator[None]:
 
 def any_process(accelerator: Any, flag: bool) -> bool:
     """True if `flag` is set in any process, so that all processes act on it at the same point."""
+    return each_in_any_process(accelerator, (flag,))[0]
+
+
+def each_in_any_process(accelerator: Any, flags: Sequence[bool]) -> list[bool]:
+    """`any_process` of several flags, in one exchange."""
     if accelerator.num_processes == 1:
-        return flag
-    return bool(accelerator.reduce(torch.tensor(float(flag), device=accelerator.device)) > 0)
+        return list(flags)
+    counts = accelerator.reduce(torch.tensor(flags, dtype=torch.float32, device=accelerator.device))
+    return [bool(count > 0) for count in counts.tolist()]

@@ -49,8 +49,8 @@ from qwen_train.lora.files import (
     settings_in,
     type_of_names,
 )
-from qwen_train.run import SCALES, STEP, VALIDATION, png_of, recorded, run_of
-from qwen_train.training.report import RUN_FACTS_NAME, UNREADABLE
+from qwen_train.run import RUN_FACTS_NAME, SCALES, STEP, VALIDATION, png_of, recorded, run_of
+from qwen_train.training.report import UNREADABLE
 
 CARD = "README.md"
 IMAGES = "images"

@@ -36,10 +36,20 @@ from qwen_cache.terminal import console, human_bytes, human_time, plural
 from qwen_cache.text import parse_json, plain
 from qwen_train.data.commits import TakenIn, describe, read_sequence
 from qwen_train.lora.files import adapter_title
-from qwen_train.run import LOSS, LOSSES, METRICS_NAME, SCALES, STEP, TIMES, VALIDATION, checkpoints, png_of
+from qwen_train.run import (
+    LOSS,
+    LOSSES,
+    METRICS_NAME,
+    RUN_FACTS_NAME,
+    SCALES,
+    STEP,
+    TIMES,
+    VALIDATION,
+    checkpoints,
+    png_of,
+)
 
 REPORT_NAME = "report.html"
-RUN_FACTS_NAME = "about.json"
 OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
 """The entries of about.json that the overview shows."""
 SMOOTHED_SHARE, SMOOTHED_LEAST = 0.05, 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
 from jaxtyping import Float
+from numpy.typing import NDArray
 from safetensors.torch import save
 from torch import Tensor
 
@@ -84,7 +87,7 @@ def held_out(config: Config, batches: Batches, count: int) -> tuple[Sample, ...]
             found=f"train.validation_split={config.train.validation_split}",
             do="set train.validation_split, such as 0.05, or remove the section validation",
         )
-    samples = tuple(batches.cache[i] for i in held_out_by_key(batches)[:count])
+    samples = first_by_key(batches, batches.validation, count)
     if not samples:
         raise ConfigError(
             "validation needs held-out samples, and the only ones are of a cache with teacher: true",
@@ -94,14 +97,14 @@ def held_out(config: Config, batches: Batches, count: int) -> tuple[Sample, ...]
     return samples
 
 
-def held_out_by_key(batches: Batches) -> list[int]:
-    """The held-out samples in the order of their keys, which does not depend on the order of the cache.
+def first_by_key(batches: Batches, positions: NDArray[np.int64], count: int) -> tuple[Sample, ...]:
+    """The first `count` samples at these positions of the cache by their keys, which do not depend on its order.
 
-    Those of a teacher's cache are neither trained nor measured: their images are not what is learnt.
+    None of a teacher's cache: their images are not what is learnt.
     """
-    keys = batches.cache.column("key").take(batches.validation).to_pylist()
-    held_out = [int(i) for _, i in sorted(zip(keys, batches.validation, strict=True))]
-    return [i for i in held_out if not batches.cache.of_cache(i).teacher]
+    keys = batches.cache.column("key").take(positions).to_pylist()
+    own = (pair for pair in zip(keys, positions.tolist(), strict=True) if not batches.cache.of_cache(pair[1]).teacher)
+    return tuple(batches.cache[i] for _, i in heapq.nsmallest(count, own))
 
 
 @contextmanager
@@ -144,7 +147,7 @@ def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
 
 
 # ---- validation images -----------------------------------------------------------------------------------------------
-# Images that are generated during training: of held-out samples, and of all samples of a validation cache.
+# Images that are generated during training: of held-out or trained samples, and of all of a validation cache.
 #
 # Their noise depends only on the sample, so the images of all steps and runs can be compared, and training's random
 # state is not touched. No VAE is needed: images are stored as latents for `qwen-train decode`.
@@ -152,7 +155,7 @@ def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
 
 @dataclass(frozen=True)
 class ValidationImages:
-    """The samples to generate, held-out ones first, and the settings."""
+    """The samples to generate, those of the cache in training first, and the settings."""
 
     samples: tuple[Sample, ...]
     config: ValidationConfig
@@ -162,10 +165,15 @@ class ValidationImages:
     family: Family
 
     @property
+    def count(self) -> int:
+        """Images at a time."""
+        return len(self.samples) * len(self.config.true_cfg_scale)
+
+    @property
     def summary(self) -> str:
         """How many images are generated, when and how, in words."""
         scales = self.config.true_cfg_scale
-        count = plural(len(self.samples) * len(scales), "image")
+        count = plural(self.count, "image")
         guided = f" at true_cfg_scale {' and '.join(f'{scale:g}' for scale in scales)}" if scales != [1] else ""
         every = plural(self.config.images_every_steps, "step")
         return f"{count}{guided}, before training, every {every} and after the last"
@@ -218,9 +226,9 @@ class ValidationImages:
 def make_validation_images(
     config: Config, batches: Batches, cache: Mixture | None, scheduler: dict[str, Any]
 ) -> ValidationImages | None:
-    """The images that qwen.yaml schedules, of held-out samples and of the validation cache; None without any."""
+    """The images that qwen.yaml schedules, of the cache in training and of the validation cache; None without any."""
     settings = config.validation
-    samples = held_out(config, batches, settings.num_images) if settings.num_images else ()
+    samples = cached_images(config, batches)
     without, scale = [it.name for it in samples if "empty_prompt_embeds" not in it], max(settings.true_cfg_scale)
     if scale > 1 and without:
         found = f"sample {without[0]}, validation.true_cfg_scale={scale}"
@@ -230,6 +238,14 @@ def make_validation_images(
         return None
     samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
     return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family)
+
+
+def cached_images(config: Config, batches: Batches) -> tuple[Sample, ...]:
+    """The samples of validation.num_images: held-out ones, or trained ones in a run that holds out none."""
+    count = config.validation.num_images
+    if count and config.train.validation_split:
+        return held_out(config, batches, count)
+    return first_by_key(batches, batches.training, count)
 
 
 def save_latents(

@@ -237,7 +237,7 @@ JOB, LOCK, STARTED, STOP, ENDED = "job.json", "lock", "started.json", "stop.json
 OUTPUT, RESULT, PROGRESS = "output.log", "result.json", "progress.json"
 ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{8}", re.ASCII)
 TRAIN = "train"
-"""The kind of the jobs that save when they are asked to."""
+"""The kind of the jobs that save and generate images when they are asked to."""
 OUTPUT_BYTES = 1 << 16  # of one answer
 ERROR_BYTES = 1 << 13
 RESULT_BYTES = 1 << 26
@@ -344,15 +344,36 @@ class Job:
             return ["move", "remove"]
         if self.is_ended:
             return ["again", "remove"]
-        return ["stop", "kill", *(["save"] if self.saves() else [])]
+        asked = ["save", *(["sample"] if self.generates() else [])] if self.saves() else []
+        return ["stop", "kill", *asked]
 
     def saves(self) -> bool:
         """True if the command saves when it is asked to: a run that trains."""
         return self.kind == TRAIN and self.state == "running" and (self.progress() or {}).get("what") == "training"
 
+    def generates(self) -> bool:
+        """True if the command is a run with validation images to generate, as its folder says."""
+        from qwen_train.run import RUN_FACTS_NAME, VALIDATION_IMAGES
+
+        count = read_json(self.run / RUN_FACTS_NAME).get(VALIDATION_IMAGES) if self.run else None
+        return type(count) is int and count > 0
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that the command trains; None for another command."""
+        name = self.about.get("output_dir")
+        return self.workplace / name if self.kind == TRAIN and isinstance(name, str) and "\0" not in name else None
+
+    def checkpoint(self) -> int | None:
+        """The step of the newest checkpoint of the run; None without one."""
+        from qwen_train.run import checkpoints
+
+        return max((step for step, _ in checkpoints(self.run)), default=None) if self.run else None
+
     def to_json(self) -> dict[str, Any]:
         names = ("id", "title", "kind", "about", "state", "created", "started", "ended", "code", "is_own")
-        more = {"error": self.error()} if self.state in ("failed", "lost") else {}
+        more: dict[str, Any] = {"error": self.error()} if self.state in ("failed", "lost") else {}
+        more |= {"checkpoint": self.checkpoint()} if self.kind == TRAIN and not self.is_ended else {}
         return {
             **{name: getattr(self, name) for name in names},
             "devices": list(self.devices),

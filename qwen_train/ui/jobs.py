@@ -329,6 +329,17 @@ class Queue:
         _ask(job, pid, signal.SIGUSR1)
         return job
 
+    def sample_now(self, id: str) -> Job:
+        """Let a run generate its validation images after its current step."""
+        job, pid = self._running(id)
+        if not job.saves():
+            raise JobError("this job generates nothing now", where=job.title, do="wait until it trains")
+        if not job.generates():
+            do = "start the next run with images: Show images, in the form of a new run"
+            raise JobError("this run has no images to generate", where=job.title, do=do)
+        _ask(job, pid, signal.SIGUSR2)
+        return job
+
     def remove(self, id: str) -> None:
         """Remove a job that is queued or has ended, with its output."""
         job = self.get(id)
@@ -417,7 +428,7 @@ class Queue:
 def _ask(job: Job, pid: int, number: signal.Signals) -> None:
     """Send a signal to the command; to its processes where torchrun starts them.
 
-    torchrun passes no SIGUSR1 on, and after SIGINT gives them 30 seconds to save.
+    torchrun passes no SIGUSR1 or SIGUSR2 on, and after SIGINT gives them 30 seconds to save.
     """
     workers = [(child, began(child)) for child in children(pid)] if job.command.processes > 1 else []
     if not workers or began(pid) != job.since:
@@ -495,6 +506,11 @@ def job_routes(queue: Queue) -> APIRouter:
     def save(id: str) -> dict[str, Any]:
         with refusals():
             return queue.save_now(id).to_json()
+
+    @router.post("/jobs/{id}/sample")
+    def sample(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.sample_now(id).to_json()
 
     @router.post("/jobs/{id}/again")
     def again(id: str) -> dict[str, Any]:

@@ -45,13 +45,12 @@ PRESETS = (
         "Style",
         PURPOSE,
         "The steps and the caption dropout of ai-toolkit's example for Qwen-Image, which calls 500 to 4,000 steps a "
-        "good range. A checkpoint and images every 250 steps show when it is enough.",
+        "good range. Every checkpoint is kept: the images show which is enough.",
         {
             "train.max_steps": 2000,
             "train.caption_dropout": 0.05,
             "train.checkpointing_steps": 250,
             "train.checkpoints_total_limit": 0,
-            "validation.images_every_steps": 250,
         },
     ),
     Preset(
@@ -64,21 +63,19 @@ PRESETS = (
             "optimizer.learning_rate": 2e-4,
             "train.checkpointing_steps": 100,
             "train.checkpoints_total_limit": 0,
-            "validation.images_every_steps": 100,
         },
     ),
     Preset(
         "Edit",
         PURPOSE,
-        "For pairs: the steps of ai-toolkit's example for Edit-2509, and the rank of DiffSynth-Studio's. A checkpoint "
-        "and images every 250 steps show when it is enough.",
+        "For pairs: the steps of ai-toolkit's example for Edit-2509, and the rank of DiffSynth-Studio's. Every "
+        "checkpoint is kept: the images show which is enough.",
         {
             "train.max_steps": 3000,
             "train.caption_dropout": 0.05,
             "train.lora.rank": 32,
             "train.checkpointing_steps": 250,
             "train.checkpoints_total_limit": 0,
-            "validation.images_every_steps": 250,
         },
     ),
 )

@@ -29,7 +29,7 @@ from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import CONFIG_NAME, read_yaml
 from qwen_cache.storage.files import WINDOWS, is_link, open_file
 from qwen_cache.text import parse_json
-from qwen_train.run import LOCK, METRICS_NAME, SCALES, STEP, TIMES, VALIDATION
+from qwen_train.run import LOCK, METRICS_NAME, RUN_FACTS_NAME, SCALES, STEP, TIMES, VALIDATION, VALIDATION_IMAGES
 from qwen_train.training.report import LARGEST, UNREADABLE, smoothed, smoothing
 from qwen_train.ui.search import loras_of, steps_of_checkpoints
 from qwen_train.ui.workspace import Workspace
@@ -342,6 +342,15 @@ def small(data: bytes, size: int) -> bytes:
     made = BytesIO()
     copy.save(made, "JPEG", quality=90)
     return made.getvalue()
+
+
+def images_at_a_time(run: Path) -> int | None:
+    """The images that a run generates at a time; None where it has not said so."""
+    with suppress(OSError, ValueError), open(open_file(run / RUN_FACTS_NAME, follow_links=False), "rb") as file:
+        facts = parse_json(file.read(LONGEST_HEADER).decode("utf-8"))
+        count = facts.get(VALIDATION_IMAGES) if isinstance(facts, dict) else None
+        return count if type(count) is int else None
+    return None
 
 
 def versions(run: Path) -> Iterator[str]:

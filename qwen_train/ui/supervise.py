@@ -39,11 +39,12 @@ def supervise(folder: Path, on_begun: Callable[[], object]) -> None:
 
 def _run(job: Job, lock: int, on_begun: Callable[[], object]) -> int:
     # Signals are ignored by a handler, which the command does not inherit: there they do what they do by default. A run
-    # saves on SIGUSR1 while it trains; before and after, that must not end it.
+    # saves on SIGUSR1 and generates on SIGUSR2 while it trains; before and after, these must not end it.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     if job.kind == TRAIN:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
 
     with open(job.folder / OUTPUT, "ab") as errors, open(job.folder / RESULT, "wb") as result:
         try:

@@ -270,7 +270,7 @@ class Decoding(BaseModel):
     """Which latents are decoded, and where."""
 
     folder: str
-    device: str = "auto"
+    device: str = AUTO
 
 
 class MetricsFiles:
@@ -398,13 +398,15 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
 
     @router.post("/api/train/decode")
     def decode(asked: Decoding) -> dict[str, Any]:
-        """The images of a run that are stored as latents, decoded as a job."""
-        name = workspace.shown(runs.run_at(workspace, asked.folder))
-        command = Command(
-            "qwen-train", ("decode", f"./{name}" if name[0] == "-" else name, f"--vae-device={asked.device}")
-        )
-        devices = () if asked.device == "cpu" else (asked.device,)
-        return queue.add(f"Decode images of {name}", DECODE, command, devices, {"decoded": name}).to_json()
+        """The images of a run that are stored as latents, decoded as a job that waits for no other: without a device of
+        its own it takes the CPU while a run or another job has one."""
+        run = runs.run_at(workspace, asked.folder)
+        name, device = workspace.shown(run), asked.device
+        if device == AUTO and (runs.is_running(run) or any(it.devices and not it.is_ended for it in queue.list())):
+            device = CPU
+        command = Command("qwen-train", ("decode", name, f"--vae-device={device}"))
+        devices, about = () if device == CPU else (device,), {"decoded": name, "device": device}
+        return queue.add(f"Decode images of {name}", DECODE, command, devices, about).to_json()
 
 
 def _earlier(jobs: Sequence[Job], workspace: Workspace, name: str) -> Job | None:
@@ -463,8 +465,11 @@ def _add_images(router: APIRouter, workspace: Workspace) -> None:
     def listed(folder: str, version: str = "") -> dict[str, Any]:
         """The images of a run, unless they are those of this version."""
         run = runs.run_at(workspace, folder)
-        now = " ".join(runs.versions(run))
-        return {"version": now} if now and now == version else {"version": now, **runs.listed(run)}
+        decoder = runs.settings_of(run).get(VAE_DEVICE) or ""
+        now = " ".join((*runs.versions(run), f"{decoder} {runs.images_at_a_time(run)}"))
+        if now == version:
+            return {"version": now}
+        return {"version": now, **runs.listed(run), "decoder": decoder, "at_a_time": runs.images_at_a_time(run)}
 
     @router.get("/api/train/image", response_class=Response)
     def image(folder: str, path: str, size: int = 0, version: str = "") -> Response:

@@ -11,7 +11,6 @@ import { SettingsForm } from "./settings_form.js";
 const form = at("wish"), prompt = at("prompt"), model = at("model"), lora = at("lora"), strength = at("strength");
 const typed = at("lora-path"), OTHER = "/"; // the choice of a LoRA by its path
 const EXAMPLE = { images: [], prompt: "", model: "", of: "", none: true, strength: 1, several: "", axes: [], devices: {} };
-const REST = 20, LEAST = 10_000; // times as long as the last look for LoRAs took, and ms, until the next one
 const MOST_VALUES = 20; // of an axis
 const EXAMPLES = {
   lora_weight: "0,0.5,1,1.5", num_inference_steps: "10,20,40", true_cfg_scale: "1,2,4", seed: "0,1,2,3",
@@ -20,7 +19,8 @@ const DEVICES = {
   device: "Device", vae_device: "Another one for the VAE", text_device: "Another one for the text encoder",
   transformer_device: "Another one for the transformer",
 };
-let images = [], found = { loras: [], images: [], models: [], model: null }, lookedAt = 0, rest = 0;
+let images = [], found = { loras: [], images: [], models: [], model: null };
+let savedBefore = null; // the runs of the last look, with their newest checkpoints
 
 // ---- the wish -------------------------------------------------------------------------------------------------------
 
@@ -128,10 +128,7 @@ function loraChanged() {
 }
 
 async function lookForLoras() {
-  const began = performance.now();
   found = await get("/api/generate/choices");
-  lookedAt = performance.now();
-  rest = Math.max(LEAST, REST * (lookedAt - began));
   offer(at("images"), found.images);
   offer(at("models"), found.models);
   model.placeholder = found.model ?? "a diffusers folder, or a repository on the hub";
@@ -200,10 +197,14 @@ async function open() {
   at("devices").append(main, element("details", {}, element("summary", {}, "Other devices for some parts"), ...others));
   await settings.load();
   changed();
-  // Runs write new checkpoints while this page is open.
+  // Runs write new checkpoints while this page is open: each is offered as soon as a look at the jobs knows of it.
   onJobs(async ({ jobs }) => {
-    const isDue = performance.now() > lookedAt + rest && !document.hidden;
-    if (isDue && jobs.some((job) => job.kind === "train" && isActive(job))) await lookForLoras();
+    if (document.hidden) return;
+    const runs = jobs.filter((job) => job.kind === "train");
+    const saved = runs.map((job) => `${job.id} ${job.state} ${job.checkpoint ?? ""}`).join();
+    const isNew = savedBefore !== null && savedBefore !== saved;
+    savedBefore = saved;
+    if (isNew) await lookForLoras();
   });
 }
 

@@ -115,6 +115,7 @@ const send = (path, body = () => ({})) => (job) => post(`/api/jobs/${job.id}/${p
 const seen = (job) => ({ seen: job.state });
 const kill = (job) => confirm("Kill it? What it has not saved is lost.") && send("kill")(job);
 const save = (job) => send("save")(job).then(() => announce("a checkpoint is saved after this step"));
+const sample = (job) => send("sample")(job).then(() => announce("images are generated after this step"));
 const isCut = (job) => job.kind === "build" && ["stopped", "lost"].includes(job.state);
 
 // By what a job says it can: the button, and what it does.
@@ -122,6 +123,7 @@ export const ACTIONS = {
   up: { label: () => "Up", run: send("move", () => ({ by: -1 })) },
   down: { label: () => "Down", run: send("move", () => ({ by: 1 })) },
   save: { label: () => "Save now", run: save },
+  sample: { label: () => "Sample now", run: sample },
   stop: { label: ({ state }) => state === "stopping" ? "Stop without saving" : "Stop", run: send("stop", seen) },
   kill: { label: () => "Kill", run: kill, kind: "danger" },
   again: { label: (job) => isCut(job) ? "Resume" : "Run again", run: send("again") },

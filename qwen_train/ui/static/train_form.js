@@ -8,20 +8,21 @@ import { SettingsForm } from "./settings_form.js";
 import { MemoryBar } from "./train_memory.js";
 import { Presets } from "./train_presets.js";
 import { Prompts } from "./train_prompts.js";
+import { ASKED, FIELDS, SHOWN, ShowImages } from "./train_show.js";
 
 const PLACES = ["cache.path", "model.path", "train.output_dir"];
 const PROMPTS = "validation.prompts";
-const OWN = [...PLACES, PROMPTS];
+const OWN = [...PLACES, PROMPTS, ...SHOWN];
 const SECTIONS = ["train", "optimizer", "lr_scheduler", "validation", "logging", "model"];
 const COMMON = [
   "train.max_steps", "optimizer.learning_rate", "train.lora.rank", "train.lora.lora_alpha", "train.batch_size",
   "train.max_tokens", "optimizer.name", "lr_scheduler.name", "lr_scheduler.warmup_steps",
   "train.gradient_checkpointing", "train.offload_blocks", "model.quantization", "train.mixed_precision",
   "train.checkpointing_steps", "train.caption_dropout", "train.validation_split", "validation.validation_steps",
-  "validation.num_images", "validation.images_every_steps", "validation.num_inference_steps", "validation.vae_device",
+  "validation.num_inference_steps",
 ];
 const SHARED = { cache: "cache.path", model: "model.path" };
-const EXAMPLE = { devices: "", planAlways: true, gpuMemory: "", prompts: [] };
+const EXAMPLE = { devices: "", planAlways: true, gpuMemory: "", prompts: [], show: {} };
 const PLAN_PAUSE = 1500; // ms after a change until the memory is predicted, which takes seconds of the processor
 
 export class TrainForm {
@@ -32,7 +33,7 @@ export class TrainForm {
     this.form = new CommandForm({
       name: "train", path: "/api/train/command", body: () => this.body, choices: () => this.choices,
       values: () => this.values,
-      settings: this.settings, fields: Object.fromEntries(PLACES.map((key) => [key, `own-${key}`])),
+      settings: this.settings, fields: { ...Object.fromEntries(PLACES.map((key) => [key, `own-${key}`])), ...FIELDS },
       place: at("line"), label: "command line of the new run", buttons: ["start"],
       onanswer: (problems) => {
         if (problems.some(({ key }) => key.startsWith(PROMPTS))) at("prompts-part").open = true;
@@ -61,7 +62,7 @@ export class TrainForm {
   }
 
   async load() {
-    const asked = [get(`/api/settings?sections=${OWN.join(",")}`), get("/api/train/places")];
+    const asked = [get(`/api/settings?sections=${[...new Set([...OWN, ...ASKED])].join(",")}`), get("/api/train/places")];
     const [own, places] = await Promise.all(asked);
     this.base = Object.fromEntries(own.map((each) => [each.key, each.value]));
     const about = Object.fromEntries(own.map((each) => [each.key, each.description]));
@@ -73,14 +74,23 @@ export class TrainForm {
     };
     at("own").replaceChildren(...Object.values(this.fields).map((each) => each.node));
     for (const { input } of Object.values(this.fields)) input.addEventListener("input", () => this.changed());
+    const isPrompt = (each) => typeof each?.prompt === "string" && Array.isArray(each.control);
     this.prompts = new Prompts(at("prompts"), {
-      value: this.kept.prompts?.filter((each) => typeof each?.prompt === "string" && Array.isArray(each.control)) ?? this.base[PROMPTS], count: at("prompts-count"), onchange: () => this.changed(),
-      encode: (button) => act(button, () => this.encode()),
+      value: this.kept.prompts?.filter(isPrompt) ?? this.base[PROMPTS], count: at("prompts-count"),
+      onchange: () => this.changed(), encode: (button) => act(button, () => this.encode()),
     });
     await this.settings.load();
     const model = this.fields["model.path"].input;
     model.addEventListener("change", () => this.presets.load(model.value.trim()).catch(showError));
     await this.presets.load(model.value.trim());
+    this.show = new ShowImages(at("show"), {
+      base: Object.fromEntries(own.map((each) => [each.key, each])), value: this.kept.show,
+      about: () => ({
+        steps: this.settings.value("train.max_steps"), split: this.settings.value("train.validation_split"),
+        prompts: this.prompts.value.length, devices: this.chosen,
+      }),
+      onchange: () => this.form.changed(),
+    });
     this.changed();
   }
 
@@ -117,7 +127,7 @@ export class TrainForm {
   get values() {
     return {
       devices: this.chosenDevices, planAlways: at("plan-always").checked, gpuMemory: at("gpu-memory").value,
-      prompts: this.isOwnPrompts() ? this.prompts.value : undefined,
+      prompts: this.isOwnPrompts() ? this.prompts.value : undefined, show: this.show.value,
     };
   }
 
@@ -128,7 +138,7 @@ export class TrainForm {
   }
 
   get body() {
-    const changes = this.settings.values, { smallest } = this;
+    const changes = { ...this.settings.values, ...this.show.changes }, { smallest } = this;
     for (const [key, { input }] of Object.entries(this.fields)) {
       const value = input.value.trim();
       if (value && (value !== this.base[key] || key === "train.output_dir")) changes[key] = value;
@@ -143,13 +153,23 @@ export class TrainForm {
   }
 
   changed() {
-    if (!this.fields || !this.settings.settings) return;
+    if (!this.show) return;
     this.presets.show();
+    this.show.tell();
     this.form.changed();
     clearTimeout(this.planTimer);
     this.memory.outdated();
-    if (!at("plan-always").checked || !at("new-run").open) return;
-    this.planTimer = setTimeout(() => this.plan().catch(() => {}), PLAN_PAUSE);
+    if (!at("new-run").open) return;
+    this.planTimer = setTimeout(() => { if (at("plan-always").checked || this.isPlanNeeded()) this.plan(); }, PLAN_PAUSE);
+  }
+
+  // True once for each cache, model and device, if the memory decides where images are decoded.
+  isPlanNeeded() {
+    const { body } = this, of = ["cache.path", "model.path"].map((key) => body.changes[key]);
+    const decides = JSON.stringify([...of, body.devices, body.gpu_memory]);
+    if (!this.form.line || !body.gpu_memory || !this.show.isDecidedByMemory || decides === this.plannedFor) return false;
+    this.plannedFor = decides;
+    return true;
   }
 
   async plan() {
@@ -157,10 +177,13 @@ export class TrainForm {
     const asked = this.planned = new AbortController();
     this.memory.waiting();
     try {
-      this.memory.show(await post("/api/train/plan", this.body, { signal: asked.signal }));
+      const answer = await post("/api/train/plan", this.body, { signal: asked.signal });
+      this.memory.show(answer);
+      this.show.planned(answer.plan);
     } catch (error) {
       if (asked.signal.aborted || error.status === 409) return; // a newer one was asked for
       this.memory.failed(error);
+      this.show.planned(null);
     }
   }
 

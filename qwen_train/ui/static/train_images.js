@@ -1,13 +1,17 @@
 // The images that runs have generated: of one run by sample and step, of several the same prompt by run and step.
 
-import { at, element, get, plural, showImage } from "./api.js";
-
-const NOT_YET = "No images yet. Set validation.prompts or validation.num_images, and validation.vae_device to decode them during training.";
+import { at, element, get, plural, setText, showImage } from "./api.js";
+import { onJobs } from "./jobs.js";
+import { trainsIn, whyNotShown } from "./train_images_why.js";
 
 export class Images {
   constructor() {
     this.answers = new Map();
     this.nodes = new Map();
+    this.said = element("span", { class: "muted" });
+    this.why = element("span", { class: "muted", role: "status" });
+    at("image-tools").replaceChildren(this.said, this.why);
+    onJobs((answer) => { this.jobs = answer; this.tell(); });
     const dialog = at("enlarged");
     dialog.querySelector("button").addEventListener("click", () => dialog.close());
     dialog.addEventListener("click", (event) => { if (event.target === dialog) dialog.close(); });
@@ -17,7 +21,11 @@ export class Images {
     });
   }
 
-  waiting(folder) { return this.answers.get(folder)?.waiting ?? 0; }
+  // The images that wait for `qwen-train decode`, and not for the run itself.
+  waiting(folder) {
+    const { waiting = 0, decoder } = this.answers.get(folder) ?? {};
+    return decoder && this.jobs && trainsIn(folder, this.jobs) ? 0 : waiting;
+  }
 
   async look(folders) {
     for (const folder of [...this.answers.keys()]) if (!folders.includes(folder)) this.answers.delete(folder);
@@ -47,8 +55,17 @@ export class Images {
     at("images").replaceChildren(...parts);
     for (const each of at("images").querySelectorAll("[data-scroll]")) each.scrollLeft = scrolled.get(each.dataset.scroll) ?? each.scrollWidth;
     focused?.focus({ preventScroll: true });
-    at("image-tools").replaceChildren(parts.length ? element("span", { class: "muted" }, `${plural(parts.length, "sample")}. Click an image to enlarge it; then ← and → show other steps.`)
-      : element("span", { class: "muted" }, runs.some(({ waiting }) => waiting) ? "The images are stored as latents: decode them above." : NOT_YET));
+    setText(this.said, parts.length ? `${plural(parts.length, "sample")}. Click an image to enlarge it; then ← and → show other steps.` : "");
+    this.folders = folders;
+    this.tell();
+  }
+
+  // Say why images of a run are not shown, as far as the jobs are known.
+  tell() {
+    const shown = (this.folders ?? []).filter((folder) => this.answers.has(folder));
+    if (!this.jobs) return;
+    const why = shown.map((folder) => [folder, whyNotShown(folder, this.answers.get(folder), this.jobs)]).filter(([, text]) => text);
+    setText(this.why, why.map(([folder, text]) => shown.length > 1 ? `${folder}: ${text}` : text).join(" "));
   }
 
   strips(used, name, { folder, sample }) {

@@ -36,14 +36,16 @@ export class RunPanel {
   about(name) {
     const { run, job, waiting } = this;
     return {
-      save: "Saves a checkpoint after the current step; training continues.",
+      save: "Saves a checkpoint after the current step, which Generate then offers; training continues.",
+      sample: job?.can.includes("sample") ? "Generates the images after the current step; training continues." : NO_IMAGES,
       stop: job?.state === "stopping" ? "Ends without the checkpoint of the last steps."
         : "Finishes the step, saves a checkpoint and ends. The run can be resumed.",
       kill: "Ends at once. Steps since the newest checkpoint are lost.",
       remove: "The run does not start.",
       resume: `Continues after ${step(run?.checkpoint)}, on the same devices and with the run's own settings,`,
       try: `Opens Generate with the LoRA ${run?.lora?.step ? `of ${step(run.lora.step)}` : "of its end"}, and the model of this run.`,
-      decode: `${waiting} ${waiting === 1 ? "image is" : "images are"} stored as latents; the VAE makes PNGs of them.`,
+      decode: `${waiting} ${waiting === 1 ? "image is" : "images are"} stored as latents; the VAE makes PNGs of them` +
+        `${run?.running ? ", on the CPU while the run trains" : ""}.`,
     }[name];
   }
 
@@ -53,8 +55,8 @@ export class RunPanel {
   }
 
   async decode() {
-    await post("/api/train/decode", { folder: this.folder });
-    announce("the images are decoded; it is in the queue");
+    const { about } = await post("/api/train/decode", { folder: this.folder });
+    announce(about.device === "cpu" ? "the images are decoded on the CPU" : "the images are decoded");
   }
 
   update({ run, job, decoding, waiting, isAlone, state }) {
@@ -88,10 +90,14 @@ export class RunPanel {
       this.wasFor = was;
       this.steps.value = run.step >= run.max_steps ? run.max_steps * 2 : run.max_steps;
     }
-    const names = isWaiting ? ["save", "stop", "kill", "remove"].filter((name) => can.includes(name)) : [];
-    this.actions.offer([...names, isResumable && "resume", run?.lora && "try", waiting > 0 && !decoding && "decode"].filter(Boolean), job);
+    const offered = can.includes("save") ? [...can, "sample"] : can; // a run without images says why it has none
+    const names = isWaiting ? ["save", "sample", "stop", "kill", "remove"].filter((name) => offered.includes(name)) : [];
+    const more = [isResumable && "resume", run?.lora && "try", waiting > 0 && !decoding && "decode"].filter(Boolean);
+    this.actions.offer([...names, ...more], job, can.includes("sample") ? [] : ["sample"]);
   }
 }
+
+const NO_IMAGES = "This run has no images to generate: neither prompts nor samples to show. Choose some for the next run.";
 
 const step = (number) => `step ${(number ?? 0).toLocaleString("en")}`;
 
