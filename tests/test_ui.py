@@ -27,7 +27,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import load_config
-from qwen_train.ui.app import HERE, IMAGES, PAGES, PATHS, STATIC_FOLDER, Access
+from qwen_train.ui.app import FILES, HERE, PAGES, PATHS, STATIC_FOLDER, Access
 from qwen_train.ui.workspace import Workspace, options_of
 
 from .support.browser import chromium, new_page
@@ -162,10 +162,11 @@ def test_pages_are_the_same_for_everybody(stranger: TestClient, project: Path) -
     assert stranger.get("/api/folder", headers=OWN).json() == folder
 
 
-def test_a_key_opens_one_image(stranger: TestClient) -> None:
+def test_a_key_opens_one_file(stranger: TestClient) -> None:
     """What a browser asks for by itself, without the token."""
     images = [f"/api/data/image?source=none&row={row}" for row in (0, 1)]
-    images += ["/api/train/image?folder=none&path=x", "/api/generate/preview?path=none", "/api/generate/results/x/y"]
+    images += ["/api/train/image?folder=none&path=x", "/api/train/lora?folder=none&step=1"]
+    images += ["/api/generate/preview?path=none", "/api/generate/results/x/y"]
     keys = [signed(path)[: len("/signed/") + 64] for path in images]
     for key in keys:
         for path in images:
@@ -176,7 +177,7 @@ def test_a_key_opens_one_image(stranger: TestClient) -> None:
             assert stranger.post(key + path, content=b"").status_code == 401
         assert stranger.get(key.replace("signed", "signe%64") + images[0]).status_code == 401
     for method, path in routes(stranger.app):
-        if method == "GET" and not path.startswith(("/written/", "/api/generate/results/", *IMAGES)):
+        if method == "GET" and not path.startswith(("/written/", "/api/generate/results/", *FILES)):
             assert stranger.get(signed(path)).status_code == 401, path
 
 
@@ -368,7 +369,7 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         answer = httpx2.get(
             f"{address}/api/jobs", headers={"Authorization": f"Bearer {token}"}, timeout=HANG, verify=False
         )
-        assert answer.json() == {"paused": False, "jobs": []}
+        assert (answer.json()["paused"], answer.json()["jobs"]) == (False, [])
         assert httpx2.get(f"{address}/api/jobs", timeout=HANG, verify=False).status_code == 401
         second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser", fresh=False)
         assert second.code == 2

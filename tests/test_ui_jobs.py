@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from fastapi.testclient import TestClient
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
 from qwen_cache.service.http import RefusedError, answer
 from qwen_cache.storage.files import locked
+from qwen_train.ui.gpus import Gpus
 from qwen_train.ui.job import (
     ENDED,
     JOB,
@@ -499,10 +501,13 @@ def test_jobs_that_came_with_a_folder_do_not_start(folder: Path, starts: dict[st
         del written["signature"]
     file.write_text(json.dumps(written))
     with Queue(folder, starts) as queue:
-        job = wait_for(queue, id, "failed")
-        assert "was not added by you on this machine" in job.error()
+        wait_for(queue, add(queue, "say", "", ""), "done")
+        assert queue.get(id).state == "held"
+        assert id not in [job.id for job in queue.list()]
         assert not (folder / "foreign").exists()
-        wait_for(queue, queue.again(id).id, "done")
+        wait_for(queue, queue.run(id).id, "done")
+        with pytest.raises(NoJobError):
+            queue.get(id)
     assert not (folder / "foreign").exists()
 
 
@@ -526,8 +531,7 @@ def test_a_planted_job_neither_runs_nor_ends_the_queue(
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with Queue(folder, starts) as queue:
         wait_for(queue, add(queue, "say", "", ""), "done")
-        assert all(job.id != id or job.state in ("queued", "failed") for job in queue.list())
-        assert ("signature" in change) == any(job.id == id for job in queue.list())
+        assert ("signature" in change) == any(job.id == id for job in queue.list_all()[1])
 
 
 def test_an_ended_job_that_was_changed_is_nobodys_own(folder: Path, starts: dict[str, Sequence[str]]) -> None:
@@ -637,7 +641,8 @@ def client(queue: Queue) -> TestClient:
 
 
 def test_the_routes_of_a_job(client: TestClient, queue: Queue, folder: Path) -> None:
-    assert client.get("/api/jobs").json() == {"paused": False, "jobs": []}
+    nothing = {"paused": False, "jobs": [], "held": [], "gpus": [], "problem": ""}
+    assert client.get("/api/jobs").json() == nothing
     id = add(queue, "wait", "end", on="cuda:0")
     waiting = [add(queue, "say", "plain", b"said\n".hex(), on="cuda:0") for _ in range(2)]
     wait_for_pid(queue, id)
@@ -662,6 +667,88 @@ def test_the_routes_of_a_job(client: TestClient, queue: Queue, folder: Path) -> 
     wait_for(queue, again["id"], "done")
     assert client.post(f"{path}/remove").json() == {}
     assert client.get(path).status_code == 404
+
+
+def test_a_queued_job_says_what_it_waits_for(client: TestClient, queue: Queue, folder: Path) -> None:
+    for name, on in (("first", "cuda:0"), ("second", "cuda:1 cuda:0"), ("third", "auto")):
+        add(queue, "wait", name, on=on)
+    wait_until(lambda: queue.list()[0].is_active)
+    said = {job["title"]: job["waits_for"] for job in client.get("/api/jobs").json()["jobs"]}
+    first = {"title": "wait first", "is_active": True, "devices": ["cuda:0"]}
+    assert (said["wait first"], said["wait second"]) == ([], [first])
+    assert [(it["title"], it["devices"]) for it in said["wait third"]] == [("wait first", []), ("wait second", [])]
+    for name in ("first", "second", "third"):
+        (folder / name).touch()
+
+
+def test_a_job_is_exported_and_imported_and_waits_for_its_user(client: TestClient, queue: Queue, folder: Path) -> None:
+    id = queue.add("Say \u202e", "build", Command("qwen-cache", ["say", "/no/where", ""]), ["cpu"], {"cache": "c"}).id
+    wait_for(queue, id, "done")
+    file = client.get(f"/api/jobs/{id}/export").json()
+    held = client.post("/api/jobs/import", json=file).json()
+    wait_for(queue, add(queue, "say", "", ""), "done")
+    (listed,) = client.get("/api/jobs").json()["held"]
+    assert (listed["id"], listed["state"], listed["title"]) == (held["id"], "held", r"Say \u202e")
+    assert listed["paths"] == [{"path": "/no/where", "is_here": False}]
+    own = client.post(f"/api/jobs/{held['id']}/run").json()
+    assert (wait_for(queue, own["id"], "done").is_own, queue.result(own["id"])) == (True, "/no/where")
+    wrong: list[dict[str, Any]] = [
+        {"program": "sh"}, {"environment": {"LD_PRELOAD": "x"}}, {"about": {"page": "x"}}, {"more": 1},
+        {"arguments": ["x" * 100_001]}, {"qwen_cache_job": 2},
+    ]  # fmt: skip
+    for change in wrong:
+        assert client.post("/api/jobs/import", json=file | change).status_code == 422, change
+    secret = add(queue, "say", "s3://key:word@host/x", "")
+    assert client.get(f"/api/jobs/{secret}/export").status_code == 409
+
+
+def test_times_that_none_had_are_not_shown(queue: Queue, folder: Path) -> None:
+    id = add(queue, "say", "", "")
+    job = wait_for(queue, id, "done")
+    write_json(job.folder / STARTED, {"time": 1, "pid": 1, "began": ""})
+    write_json(job.folder / ENDED, {"time": 9e18, "code": 0})
+    shown = read_job(job.folder).to_json()
+    assert (shown["started"], shown["ended"], shown["state"]) == (None, None, "done")
+
+
+def test_gpus_are_those_of_the_driver_and_one_that_hangs_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, hangs = Event(), Event()
+
+    class NotSupportedError(Exception):
+        """NVML's own."""
+
+    def load(gpu: int) -> Any:
+        if hangs.is_set():
+            goes_on.wait()
+        if gpu:
+            raise NotSupportedError
+        return SimpleNamespace(gpu=97)
+
+    nvml = SimpleNamespace(
+        NVMLError=Exception,
+        NVMLError_NotSupported=NotSupportedError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetUUID=lambda gpu: f"GPU-{gpu}",
+        nvmlDeviceGetName=lambda gpu: "NVIDIA H100",
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(total=80, used=40 + gpu),
+        nvmlDeviceGetUtilizationRates=load,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr("qwen_train.ui.gpus.FRESH", 0)
+    found = Gpus()
+    wait_until(lambda: found.now()["gpus"])
+    both = [{"uuid": f"GPU-{i}", "title": "NVIDIA H100", "total": 80, "used": 40 + i} for i in range(2)]
+    assert found.now()["gpus"] == [both[0] | {"busy": 97}, both[1] | {"busy": None}]
+    hangs.set()
+    monkeypatch.setattr("qwen_train.ui.gpus.PATIENCE", 0)
+    wait_until(lambda: "has not answered" in found.now()["problem"])
+    goes_on.set()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    silent = Gpus()
+    wait_until(lambda: silent.now() and silent._is_absent)
+    assert silent.now() == {"gpus": [], "problem": ""}
 
 
 def test_a_stop_from_two_windows_is_one(client: TestClient, queue: Queue, folder: Path) -> None:
@@ -751,7 +838,7 @@ def test_the_page_in_a_browser(folder: Path, queue: Queue) -> None:
         )
         with open(job.folder / OUTPUT, "ab") as file:
             file.write("<b>é</b>\n".encode())
-        page.get_by_text("encoding 1/4, 1 min 30 s left").wait_for()
+        page.get_by_text("encoding 1/4, about 2 min left").wait_for()
         lane = page.locator("#active .lanes li").inner_text()
         assert lane.split("\n") == ["vae-0 on cpu", "3 images done, 50 % busy"]
         card = page.locator(f"[data-job='{first}']")

@@ -28,8 +28,8 @@ from qwen_train.ui.presets import PRESETS
 from .support.browser import chromium, new_page
 from .support.commands import command as command_line
 from .support.commands import run
-from .support.runs import EVERYTHING_RANDOM, column, differences, outcome
-from .support.ui import enter, opened, served
+from .support.runs import EVERYTHING_RANDOM, LORA, column, differences, outcome
+from .support.ui import enter, opened, served, signed
 from .support.waiting import wait_until
 from .support.written_runs import KEY, write_image, write_lines, write_run
 
@@ -395,6 +395,61 @@ def test_a_run_is_shown_by_its_folder(own: TestClient, project: Path) -> None:
         "out": "out-2",
         "complete": True,
     }
+
+
+def test_a_part_of_a_curve_has_the_points_of_the_file(own: TestClient, project: Path) -> None:
+    write_lines(project / "out", *({"step": step, "loss": step} for step in range(1, 10_001)))
+    asked = {"folder": "out", "smoothing": 0}
+    whole = own.get("/api/train/curves", params=asked).json()
+    part = own.get("/api/train/curves", params=asked | {"first": 500, "last": 520, "version": whole["version"]}).json()
+    assert len(whole["series"]["loss"]["steps"]) < 10_000
+    assert (whole["first"], part["last"]) == (1, 10_000)
+    assert part["series"]["loss"]["steps"] == part["series"]["loss_smoothed"]["values"] == list(range(499, 522))
+
+
+def test_a_note_is_kept_with_the_run(own: TestClient, project: Path) -> None:
+    def write(text: str, seen: str) -> int:
+        return own.post("/api/train/note", json={"folder": "out", "text": text, "seen": seen}).status_code
+
+    assert write(" too much\nred \u202e", "") == 200
+    (run,) = own.get("/api/train/runs").json()["runs"]
+    assert run["note"] == (project / "out" / "note.txt").read_text(encoding="utf-8") == "too much\nred \\u202e"
+    assert (write("of another window", ""), write("x" * 20_000, run["note"])) == (409, 413)
+    assert write("", run["note"]) == 200
+    assert not (project / "out" / "note.txt").exists()
+
+
+def test_loras_are_downloaded_by_a_key_under_the_name_of_run_and_step(own: TestClient, project: Path) -> None:
+    for name, content in (("checkpoint-20", b"twenty"), ("checkpoint-40", b"forty"), (".", b"end")):
+        (project / "out" / name).mkdir(exist_ok=True)
+        (project / "out" / name / LORA).write_bytes(content)
+    (project / "out" / "checkpoint-60").mkdir()
+    (project / "out" / "checkpoint-60" / LORA).symlink_to(project.parent / "outside" / "qwen.yaml")
+    listed = own.get("/api/train/loras", params={"folder": "out"}).json()["loras"]
+    assert {(it["step"], it["bytes"]) for it in listed} == {(None, 3), (40, 5), (20, 6)}
+    found = own.get(signed("/api/train/lora?folder=out&step=20"), headers={"Authorization": ""})
+    assert (found.content, found.headers["content-length"]) == (b"twenty", "6")
+    assert found.headers["content-disposition"].endswith("out-step-20.safetensors")
+    for step in (30, 60):
+        assert own.get("/api/train/lora", params={"folder": "out", "step": step}).status_code == 404
+
+
+def test_a_new_run_has_the_settings_of_another_but_nothing_that_imports_or_sends(
+    own: TestClient, project: Path
+) -> None:
+    settings = """
+model: {path: tiny, transformer: some/where}
+cache: {path: shards}
+train: {max_steps: 9, lora: {rank: 4}, output_dir: out}
+optimizer: {name: planted.Code, learning_rate: 0.5}
+logging: {report_to: wandb}
+"""
+    (project / "out" / "qwen.yaml").write_text(settings, encoding="utf-8")
+    found = own.get("/api/train/settings", params={"folder": "out"}).json()
+    wanted = {"train.max_steps": 9, "train.lora.rank": 4, "optimizer.learning_rate": 0.5, "model.path": "tiny"}
+    assert found["changes"] == wanted | {"train.output_dir": "out-2"}
+    assert {it["key"] for it in found["left_out"]} == {"model.transformer", "optimizer.name", "logging.report_to"}
+    assert own.post("/api/train/command", json={"changes": found["changes"], "devices": ["cpu"]}).status_code == 200
 
 
 def test_the_report_of_a_run_is_served_in_a_sandbox(own: TestClient, project: Path) -> None:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -76,6 +77,8 @@ class Device:
     total: int | None
     free: int | None
     bf16: bool | None
+    uuid: str | None = None
+    """As the driver's own tools name it."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +238,10 @@ def _device(kind: str, number: int) -> Device:
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     free, total = backend.mem_get_info(number) if hasattr(backend, "mem_get_info") else (None, None)
     name = backend.get_device_name(number) if hasattr(backend, "get_device_name") else kind
-    return Device(f"{kind}:{number}", name, total, free, bf16)
+    uuid = None
+    with suppress(AttributeError, RuntimeError, AssertionError):  # no backend but CUDA's has one
+        uuid = f"GPU-{backend.get_device_properties(number).uuid}"
+    return Device(f"{kind}:{number}", name, total, free, bf16, uuid)
 
 
 def probe_nvidia() -> list[str]:
@@ -294,7 +300,7 @@ def check_device(device: Device) -> Check:
     if device.bf16 is False:
         status, do = "warning", "train and build in float32, or use a device that computes in bfloat16"
     facts = {"place": device.device, "name": device.name, "total": device.total, "free": device.free}
-    facts["bf16"] = device.bf16
+    facts |= {"bf16": device.bf16, "uuid": device.uuid}
     return Check(device.device, status, ", ".join(parts), do, facts=facts)
 
 

@@ -54,8 +54,8 @@ from qwen_train.ui.workspace import routes_of as settings_routes
 # other users of the machine see: its token is another one, and `/api/token` exchanges it once.
 #
 # What a browser asks for by itself has no header. Pages, scripts and styles are the same for everybody, and open to
-# all. Images, and pages that commands have written, are below `/signed/` with a key of their own, which our script
-# derives from the token: it opens that address alone, and for a written page the files beside it.
+# all. Images, LoRAs to download, and pages that commands have written, are below `/signed/` with a key of their own,
+# which our script derives from the token: it opens that address alone, and for a written page the files beside it.
 #
 # The name of the host must be this machine's, against names that resolve to it (DNS rebinding). `Origin` and
 # `Sec-Fetch-Site` tell of pages of another origin, which are refused whatever they know. Bodies without a length, and
@@ -64,7 +64,7 @@ from qwen_train.ui.workspace import routes_of as settings_routes
 MAX_BODY = 256_000_000  # bytes: images that are uploaded
 READING = ("GET", "HEAD")
 EXCHANGE, STATIC, SIGNED, WRITTEN = "/api/token", "/static/", "/signed/", "/written/"
-IMAGES = ("/api/data/image", "/api/train/image", "/api/generate/preview")
+FILES = ("/api/data/image", "/api/train/image", "/api/train/lora", "/api/generate/preview")
 GENERATED = "/api/generate/results/"
 """With `WRITTEN`, what a key can open."""
 KEYED = re.compile(rf"{SIGNED}([0-9a-f]{{64}})(/.*)".encode(), re.DOTALL)
@@ -143,7 +143,7 @@ class Access:
         if is_reading and path.startswith(SIGNED):
             path = path[len(SIGNED) + 64 :]
             found = KEYED.fullmatch(scope["raw_path"])
-            if found is None or not (path in IMAGES or path.startswith((GENERATED, WRITTEN))):
+            if found is None or not (path in FILES or path.startswith((GENERATED, WRITTEN))):
                 raise STRANGER
             query = scope["query_string"]
             page = BESIDE.fullmatch(found[2])

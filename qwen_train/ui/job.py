@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from qwen_cache.errors import ConfigError, JobError
 from qwen_cache.storage.files import LockHeldError, cache_home, is_link, locked, make_folder, read_file, write_durably
-from qwen_cache.text import parse_json, shell_line, without_controls
+from qwen_cache.text import escaped, parse_json, shell_line, without_controls
 
 # ---- command ---------------------------------------------------------------------------------------------------------
 # A command of `qwen-cache` or `qwen-train`: the line that a user types, and how it is started here.
@@ -102,8 +102,8 @@ class Command:
 # Which jobs are the user's own: each is signed with a key that is not in the opened folder.
 #
 # A folder from elsewhere may have queued jobs in it, and opening it would run their commands. So only jobs with a valid
-# signature start by themselves. The key stays in the user's cache folder; where that cannot be written it is that of
-# the process, and jobs of an earlier one count as those of others.
+# signature start by themselves; others are held until a user has read their commands. The key stays in the user's cache
+# folder; where that cannot be written it is that of the process, and jobs of an earlier one count as those of others.
 
 SIGNATURE = "signature"
 KEY_NAME, KEY_BYTES = "ui-key", 32
@@ -244,7 +244,11 @@ RESULT_BYTES = 1 << 26
 _ERROR = re.compile(r"^(?:error: |Traceback )", re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
-State = Literal["queued", "running", "stopping", "done", "failed", "stopped", "lost"]
+EARLIEST = 1_735_689_600
+"""2025, before there was this program: a time from elsewhere is none if it is earlier, or in the future."""
+DAY = 86_400  # seconds that the clock of another machine may be ahead
+
+State = Literal["held", "queued", "running", "stopping", "done", "failed", "stopped", "lost"]
 
 
 class NoJobError(JobError):
@@ -340,6 +344,8 @@ class Job:
 
     def can(self) -> list[str]:
         """The actions that a user may take on the job now."""
+        if self.state == "held":
+            return ["run", "remove"]
         if self.state == "queued":
             return ["move", "remove"]
         if self.is_ended:
@@ -371,15 +377,16 @@ class Job:
         return max((step for step, _ in checkpoints(self.run)), default=None) if self.run else None
 
     def to_json(self) -> dict[str, Any]:
-        names = ("id", "title", "kind", "about", "state", "created", "started", "ended", "code", "is_own")
+        names = ("id", "kind", "about", "state", "created", "started", "ended", "code", "is_own")
         more: dict[str, Any] = {"error": self.error()} if self.state in ("failed", "lost") else {}
         more |= {"checkpoint": self.checkpoint()} if self.kind == TRAIN and not self.is_ended else {}
         return {
             **{name: getattr(self, name) for name in names},
-            "devices": list(self.devices),
+            "title": escaped(self.title),
+            "devices": [escaped(device) for device in self.devices],
             "line": self.command.line,
             "can": self.can(),
-            "progress": None if self.state == "queued" else self.progress(),
+            "progress": None if self.state in ("held", "queued") else self.progress(),
             **more,
         }
 
@@ -428,7 +435,9 @@ def read_job(folder: Path) -> Job:
         state: State = "done" if code == 0 else "stopped" if is_stopped else "lost" if code is None else "failed"
         return Job(**job, state=state, ended=_time(ended), code=_whole(ended, "code"))
     is_stopped = (folder / STOP).exists()
-    return Job(**job, state="queued" if not started else "stopping" if is_stopped else "running")
+    if not started:
+        return Job(**job, state="queued" if job["is_own"] else "held")
+    return Job(**job, state="stopping" if is_stopped else "running")
 
 
 def _has_files_alone(folder: Path) -> bool:
@@ -440,8 +449,10 @@ def _has_files_alone(folder: Path) -> bool:
 
 
 def _time(written: Mapping[str, Any]) -> float | None:
-    value = written.get("time")
-    return value if type(value) in (int, float) else None
+    value: Any = written.get("time")
+    if type(value) not in (int, float):
+        return None
+    return value if EARLIEST <= value <= time.time() + DAY else None
 
 
 def _whole(written: Mapping[str, Any], name: str) -> int | None:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,9 @@ from pydantic import BaseModel
 
 from qwen_cache.errors import JobError, OutdatedError
 from qwen_cache.service.http import RefusedError, router_of
-from qwen_cache.storage.files import LockHeldError, locked, make_folder, remove_folder, whole_folder, write_durably
-from qwen_cache.text import without_controls
+from qwen_cache.storage.files import LockHeldError, locked, make_folder, remove_folder, whole_folder
+from qwen_cache.text import escaped, without_controls
+from qwen_train.ui.gpus import Gpus
 from qwen_train.ui.job import (
     ENDED,
     ID,
@@ -48,6 +49,7 @@ from qwen_train.ui.job import (
     signed,
     write_json,
 )
+from qwen_train.ui.job_file import JobFile, file_of, paths_of
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 # Commands as jobs: processes that outlive the UI, a queue over the devices of this machine, and short checks.
@@ -163,22 +165,35 @@ _KNOWN = re.compile(r"cpu|mps|[a-z]+:[0-9]+", re.ASCII)
 
 
 def to_start(jobs: Sequence[Job]) -> list[Job]:
-    """The queued jobs, in this order, that may run beside the active ones."""
-    taken = [job.devices for job in jobs if job.is_active and job.devices]
+    """The queued jobs, in this order, that may run beside the active ones, which come first."""
     checks = sum(job.is_active and not job.devices for job in jobs)
     chosen = []
-    for job in jobs:
+    for i, job in enumerate(jobs):
         if job.state != "queued":
             continue
-        if not job.devices:
+        if job.devices:
+            is_free = not waits_for(job, jobs[:i])
+        else:
             is_free = checks < MAX_CHECKS
             checks += is_free
-        else:
-            is_free = not any(have_common(job.devices, devices) for devices in taken)
-            taken.append(job.devices)
         if is_free:
             chosen.append(job)
     return chosen
+
+
+def waits_for(job: Job, before: Sequence[Job]) -> list[Job]:
+    """The jobs among those before a queued one that may use a device of it: they run, or are to run before it."""
+    return [it for it in before if not it.is_ended and it.devices and have_common(job.devices, it.devices)]
+
+
+def _waiting(job: Job, before: Sequence[Job]) -> list[dict[str, Any]]:
+    """The jobs that a queued one waits for, as JSON, each with their common devices; none where any may be one."""
+    others = waits_for(job, before) if job.state == "queued" and job.devices else []
+    known = [{*it.devices} & {*job.devices} if all(map(_KNOWN.fullmatch, it.devices)) else set() for it in others]
+    return [
+        {"title": escaped(it.title), "is_active": it.is_active, "devices": sorted(common)}
+        for it, common in zip(others, known, strict=True)
+    ]
 
 
 def have_common(some: Sequence[str], others: Sequence[str]) -> bool:
@@ -195,10 +210,9 @@ def have_common(some: Sequence[str], others: Sequence[str]) -> bool:
 
 PAUSE = 0.5  # seconds between two looks at what has ended
 QUEUE = "queue.json"
-FOREIGN = (
-    b"error: this job was not added by you on this machine, so it does not start by itself\n  -> read its command, \
-and run it again if you want it\n"
-)
+
+
+Jobs = list[Job]
 
 
 class Queue:
@@ -235,6 +249,10 @@ class Queue:
 
     def list(self) -> list[Job]:
         """Active jobs, then queued ones in their order, then those that have ended, the newest first."""
+        return self.list_all()[0]
+
+    def list_all(self) -> tuple[Jobs, Jobs]:
+        """The jobs of `list`, and those that are held until a user runs them, the oldest first."""
         jobs = []
         for folder in self._jobs.iterdir() if self._jobs.is_dir() else ():
             if ID.fullmatch(folder.name):
@@ -246,7 +264,8 @@ class Queue:
         active = sorted((job for job in jobs if job.is_active), key=lambda job: (job.started or 0, job.id))
         queued = [job for job in jobs if job.state == "queued"]
         queued.sort(key=lambda job: (order.get(job.id, len(order)), job.created, job.id))
-        return [*active, *queued, *ended]
+        held = sorted((job for job in jobs if job.state == "held"), key=lambda job: job.id)
+        return [*active, *queued, *ended], held
 
     def get(self, id: str) -> Job:
         """One job; NoJobError if there is none."""
@@ -278,6 +297,30 @@ class Queue:
         about: Mapping[str, Any] | None = None,
     ) -> Job:
         """A new job at the end of the queue."""
+        return self._add(title, kind, command, devices, about, signed)
+
+    def hold(self, title: str, kind: str, command: Command, devices: Sequence[str], about: Mapping[str, Any]) -> Job:
+        """A job from elsewhere, which does not start before `run`."""
+        return self._add(title, kind, command, devices, about, dict)
+
+    def run(self, id: str) -> Job:
+        """A held job, at the end of the queue as the user's own: what starts its program is found on this machine."""
+        job = self.get(id)
+        if job.state != "held":
+            raise JobError("this job is not held", where=job.title, found=job.state, do="reload the page")
+        own = self.add(job.title, job.kind, job.command, job.devices, job.about)
+        self.remove(id)
+        return own
+
+    def _add(
+        self,
+        title: str,
+        kind: str,
+        command: Command,
+        devices: Sequence[str],
+        about: Mapping[str, Any] | None,
+        sign: Callable[[dict[str, Any]], dict[str, Any]],
+    ) -> Job:
         now = time.time()
         id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(4)}"
         job = {
@@ -292,7 +335,7 @@ class Queue:
         }
         make_folder(self._jobs)
         with whole_folder(self._jobs / id) as folder:
-            write_json(folder / JOB, signed(job))
+            write_json(folder / JOB, sign(job))
         self._wake.set()
         return self.get(id)
 
@@ -382,9 +425,7 @@ class Queue:
                     for job in [] if self.paused else to_start(self.list()):
                         if self._ends.is_set():
                             break
-                        if not job.is_own:
-                            self._note_failed_start(job, FOREIGN)
-                        elif not _start(job):
+                        if not _start(job):
                             self._note_failed_start(job)
                     self._rest()
             self._rest()
@@ -393,12 +434,10 @@ class Queue:
         self._wake.wait(PAUSE)
         self._wake.clear()
 
-    def _note_failed_start(self, job: Job, why: bytes = b"") -> None:
+    def _note_failed_start(self, job: Job) -> None:
         """Let a job that could not be started fail, or it would be tried for ever."""
         with suppress(LockHeldError, FileNotFoundError), locked(job.folder / LOCK):
             if read_job(job.folder).state == "queued":
-                if why:
-                    write_durably(job.folder / OUTPUT, why)
                 write_json(job.folder / ENDED, {"time": time.time(), "code": 1})
 
     # ---- the disk ----------------------------------------------------------------------------------------------------
@@ -474,11 +513,34 @@ class Stop(BaseModel, extra="forbid"):
 
 def job_routes(queue: Queue) -> APIRouter:
     """The routes for a queue that is entered elsewhere."""
-    router = router_of(prefix="/api")
+    router, gpus = router_of(prefix="/api"), Gpus()
 
     @router.get("/jobs")
     def jobs() -> dict[str, Any]:
-        return {"paused": queue.paused, "jobs": [job.to_json() for job in queue.list()]}
+        """The jobs, those that are held, and the GPUs that they run on."""
+        listed, held = queue.list_all()
+        return {
+            "paused": queue.paused,
+            "jobs": [job.to_json() | {"waits_for": _waiting(job, listed[:i])} for i, job in enumerate(listed)],
+            "held": [job.to_json() | {"paths": paths_of(job)} for job in held],
+            **gpus.now(),
+        }
+
+    @router.post("/jobs/import")
+    def imported(file: JobFile) -> dict[str, Any]:
+        """A job from the file of another one, which is held."""
+        return queue.hold(file.title, file.kind, file.command, file.devices, file.about).to_json()
+
+    @router.get("/jobs/{id}/export")
+    def exported(id: str) -> dict[str, Any]:
+        """The content of the file of a job."""
+        with refusals():
+            return file_of(queue.get(id))
+
+    @router.post("/jobs/{id}/run")
+    def run(id: str) -> dict[str, Any]:
+        with refusals():
+            return queue.run(id).to_json()
 
     @router.get("/jobs/{id}")
     def job(id: str) -> dict[str, Any]:
@@ -581,6 +643,7 @@ class Device:
     memory: int | None = None
     free: int | None = None
     bf16: bool | None = None
+    uuid: str | None = None
 
 
 @dataclass(frozen=True)
@@ -608,7 +671,8 @@ def found(checked: Checked) -> Found:
         return Found((Device(CPU, "CPU"),), f"qwen-cache doctor failed: {checked.message}", "run it in a terminal")
     examined: Sequence[dict[str, Any]] = checked.document["checks"]
     facts = [each["facts"] for each in examined if "place" in each["facts"]]
-    accelerators = [Device(it["place"], it["name"], it["total"], it["free"], it["bf16"]) for it in facts]
+    names = ("place", "name", "total", "free", "bf16", "uuid")
+    accelerators = [Device(*map(it.get, names)) for it in facts]
     host = next((each["facts"] for each in examined if each["name"] == "memory"), {"total": None, "free": None})
     here = (*accelerators, Device(CPU, "CPU", host["total"], host["free"]))
     lacking = [each for each in examined if each["name"] in WHY_NONE and each["status"] != "ok"]

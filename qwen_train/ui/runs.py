@@ -27,8 +27,9 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import CONFIG_NAME, read_yaml
-from qwen_cache.storage.files import WINDOWS, is_link, open_file
-from qwen_cache.text import parse_json
+from qwen_cache.storage.files import WINDOWS, is_link, open_file, write_durably
+from qwen_cache.text import parse_json, without_controls
+from qwen_train.lora.files import WEIGHTS_NAME
 from qwen_train.run import LOCK, METRICS_NAME, RUN_FACTS_NAME, SCALES, STEP, TIMES, VALIDATION, VALIDATION_IMAGES
 from qwen_train.training.report import LARGEST, UNREADABLE, smoothed, smoothing
 from qwen_train.ui.search import loras_of, steps_of_checkpoints
@@ -84,10 +85,12 @@ class MetricsFile:
         return bool(self._rest)
 
     def snapshot(self) -> tuple[dict[str, tuple[Steps, Values]], dict[str, int]]:
-        """Steps and values of each metric, and the last step, the lines and the damaged ones, all of one moment."""
+        """Steps and values of each metric, and first and last step, the lines and the damaged ones, of one moment."""
         with self._lock:
             series = {name: (np.array(it.steps), np.array(it.values)) for name, it in self.series.items()}
-            return series, {"last": max(self.last, 0), "lines": self.lines, "damaged": self.damaged}
+            first = min((it.steps[0] for it in self.series.values()), default=0)
+            facts = {"first": first, "last": max(self.last, 0), "lines": self.lines, "damaged": self.damaged}
+            return series, facts
 
     def look(self) -> None:
         """Read what was added; OSError if there is no such file."""
@@ -171,26 +174,36 @@ def _outline(values: Values, begin: int) -> list[int]:
     return [begin + i for i in sorted(kept)]
 
 
-def curves(file: MetricsFile, weight: float | None = None, points: int = POINTS) -> dict[str, Any]:
+WHOLE = (0, 1 << 53)
+"""The range of all steps."""
+
+
+def curves(
+    file: MetricsFile, weight: float | None = None, points: int = POINTS, between: tuple[int, int] = WHOLE
+) -> dict[str, Any]:
     """The curves as a JSON value: of each metric its steps and values, and the smoothed loss.
 
-    A value that is not finite is None.
+    A value that is not finite is None. Of each curve, the part `between` two steps is shown, with a point before and
+    after it; smoothed is the whole.
     """
     series, facts = file.snapshot()
-    made = {name: _curve(steps, values, points) for name, (steps, values) in series.items()}
+    made = {name: _curve(steps, values, points, between) for name, (steps, values) in series.items()}
     if LOSS in series:
         steps, values = series[LOSS]
         weight = smoothing(len(values)) if weight is None else weight
-        made[f"{LOSS}_smoothed"] = _curve(steps, np.array(smoothed(values.tolist(), weight)), points)
+        made[f"{LOSS}_smoothed"] = _curve(steps, np.array(smoothed(values.tolist(), weight)), points, between)
     return {**facts, "smoothing": weight, "series": made}
 
 
-def _curve(steps: Steps, values: Values, points: int) -> dict[str, Any]:
+def _curve(steps: Steps, values: Values, points: int, between: tuple[int, int]) -> dict[str, Any]:
+    count, (first, last) = len(steps), between
+    inside = slice(max(0, np.searchsorted(steps, first) - 1), np.searchsorted(steps, last, "right") + 1)
+    steps, values = steps[inside], values[inside]
     kept = shown(steps, values, points)
     return {
         "steps": steps[kept].tolist(),
         "values": [value if math.isfinite(value) else None for value in values[kept].tolist()],
-        "count": len(steps),
+        "count": count,
         "not_finite": int(np.count_nonzero(~np.isfinite(values))),
     }
 
@@ -366,6 +379,8 @@ def versions(run: Path) -> Iterator[str]:
 # Looked for is a few folders deep, not through links, and not inside a cache or a run. A run is a folder with its
 # settings and metrics; whether it is running, its lock says.
 
+NOTE_NAME = "note.txt"
+NOTE_BYTES = 1 << 14
 NEWEST = 2  # checkpoints that are asked for a LoRA: the newest may just be removed
 KEPT_SETTINGS = 512  # runs; 10 kB each
 TAIL = 1 << 16  # bytes at the end of metrics.jsonl: the newest 200 lines
@@ -415,7 +430,29 @@ def about(workspace: Workspace, folder: Path) -> dict[str, Any]:
         "checkpoint": max(checkpoints, default=None),
         "lora": {"path": workspace.shown(loras[0].path), "step": loras[0].step} if loras else None,
         "model": values.get("model.path"),
+        "note": note_of(folder),
     }
+
+
+def note_of(folder: Path) -> str:
+    """The user's note on a run, in a file of its folder; empty without one."""
+    with suppress(OSError), open(open_file(folder / NOTE_NAME, follow_links=False), "rb") as file:
+        return without_controls(file.read(NOTE_BYTES).decode("utf-8", "replace"))
+    return ""
+
+
+def write_note(folder: Path, text: str, seen: str) -> str:
+    """Replace the note that the user has `seen`; RefusedError if it was changed meanwhile, or this one is too long."""
+    if note_of(folder) != seen:
+        raise RefusedError(409, "another window has changed this note", "copy yours, and reload the page")
+    data = without_controls(text).strip().encode("utf-8")
+    if len(data) > NOTE_BYTES:
+        raise RefusedError(413, f"this note has {len(data)} bytes", f"write at most {NOTE_BYTES}")
+    if data:
+        write_durably(folder / NOTE_NAME, data)
+    else:
+        (folder / NOTE_NAME).unlink(missing_ok=True)
+    return note_of(folder)
 
 
 def newest(folder: Path) -> dict[str, float]:
@@ -451,6 +488,50 @@ def is_running(folder: Path) -> bool:
 
 def _finite(value: float | None) -> float | None:
     return None if value is None or not abs(value) <= LARGEST else value
+
+
+# ---- loras -----------------------------------------------------------------------------------------------------------
+
+
+def loras(folder: Path) -> list[dict[str, Any]]:
+    """The LoRAs of a run as JSON, the newest first: the step, None for that of its end, and bytes."""
+    found = loras_of(folder, steps_of_checkpoints(folder))
+    return [{"step": each.step, "bytes": size} for each in found for size in _sizes(_weights_of(folder, each.step))]
+
+
+def lora(folder: Path, step: int | None) -> tuple[int, Iterator[bytes]]:
+    """The bytes of a LoRA, and their number; RefusedError if there is none, or it is a link.
+
+    It stays readable when its checkpoint is removed meanwhile.
+    """
+    path = _weights_of(folder, step)
+    try:
+        if is_link(path.parent):
+            raise IsADirectoryError
+        file = open(open_file(path, follow_links=False), "rb")  # noqa: SIM115 (closed by what reads it)
+    except OSError:
+        raise RefusedError(404, "there is no such LoRA in this run", "reload the page") from None
+    size = os.fstat(file.fileno()).st_size
+
+    def parts() -> Iterator[bytes]:
+        left = size
+        with file:
+            while left and (data := file.read(min(BLOCK, left))):
+                left -= len(data)
+                yield data
+
+    return size, parts()
+
+
+def _weights_of(folder: Path, step: int | None) -> Path:
+    return (folder if step is None else folder / f"checkpoint-{step}") / WEIGHTS_NAME
+
+
+def _sizes(file: Path) -> list[int]:
+    """The size of a file; none if there is no such file, or it is a link."""
+    with suppress(OSError):
+        return [] if is_link(file) or is_link(file.parent) else [file.stat().st_size]
+    return []
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------

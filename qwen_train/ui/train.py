@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ from urllib.parse import quote
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from qwen_cache.cli import COMMANDS as CACHE_COMMANDS
 from qwen_cache.errors import ConfigError
@@ -47,6 +48,10 @@ GPU = re.compile(r"cuda:(\d{1,3})")
 NOT_FIRST = re.compile(r"[a-z]+:0*[1-9]\d*")
 """A device that is not the first of its kind: a run takes the first one, and only GPUs of CUDA are hidden here."""
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+OF_RUNS = ("cache.path", "model.", "train.", "optimizer.", "lr_scheduler.", "validation.", "logging.", "predict.")
+"""The settings that a run follows."""
+FETCHED = ("model.transformer", "model.text_encoder", "model.vae", "train.assistant_lora", "train.lora.weights")
+"""Settings that name a file, or else a repository on the hub."""
 VAE_DEVICE = "validation.vae_device"
 LOGS = "logs"  # of TensorBoard, in the folder of a run
 
@@ -117,6 +122,40 @@ def resumed(workspace: Workspace, asked: Continued, jobs: Sequence[Job]) -> Prep
         )
     arguments += [*_cache(changes), *_options(changes, COMMANDS["run"])]
     return Prepared(Command("qwen-train", tuple(arguments), environment, processes), devices, workspace.shown(run))
+
+
+def settings_again(workspace: Workspace, run: Path, earlier: Job | None) -> dict[str, Any]:
+    """The settings of a run as changes of those of qwen.yaml, for a new run, with the devices of the job that ran it.
+
+    A run's folder may be from somebody else. So what is imported, sent or fetched is left out, unless qwen.yaml has it.
+    """
+    saved, own = load_saved(run / CONFIG_NAME).flat(), workspace.settings().flat()
+    of_run = {key: value for key, value in saved.items() if key.startswith(OF_RUNS)}
+    differing = {key: value for key, value in of_run.items() if value != own[key]}
+    left_out = [key for key, value in differing.items() if not _is_harmless(workspace, key, value)]
+    changes = {key: value for key, value in differing.items() if key not in left_out}
+    changes["train.output_dir"] = runs.new_name(workspace, workspace.shown(run))
+    devices: list[str] = []
+    if earlier:
+        devices = [each for each in earlier.devices if each != AUTO][: earlier.command.processes]
+        if decoder := _of_machine(saved[VAE_DEVICE], earlier):
+            changes[VAE_DEVICE] = decoder
+    told = [{"key": key, "value": saved[key]} for key in left_out]
+    return {"changes": changes, "devices": devices, "left_out": told}
+
+
+def _is_harmless(workspace: Workspace, key: str, value: Any) -> bool:
+    """True unless a setting lets a run import code, send what it does to a service, or fetch files."""
+    if key == "optimizer.name":
+        return "." not in str(value)
+    if key == "logging.report_to":
+        return value in ("tensorboard", "none")
+    if key == "model.path":
+        return True  # of a model that is not here, the form says so
+    if key in FETCHED and value is not None:  # of assistant_lora, a weight may stand behind the path
+        names = (str(value), str(value).rpartition(":")[0])
+        return any(name and (workspace.folder / name).exists() for name in names)
+    return key == "cache.path" or "://" not in json.dumps(value)
 
 
 def _of_machine(device: str | None, earlier: Job | None) -> str | None:
@@ -266,6 +305,14 @@ HEAVIEST = 0.99999
 FITTING = re.compile(r"(?P<changes>\S+=\S+(?: \S+=\S+)*)(?: \((?P<size>[^)]+)\))?")
 
 
+class Note(BaseModel, extra="forbid"):
+    """A note on a run, in place of the one that the user has seen."""
+
+    folder: str
+    text: str
+    seen: str
+
+
 class Decoding(BaseModel):
     """Which latents are decoded, and where."""
 
@@ -396,6 +443,12 @@ def _add_jobs(router: APIRouter, workspace: Workspace, queue: Queue) -> None:
         prepared = resumed(workspace, asked, queue.list())
         return add(prepared, f"Resume {prepared.folder}")
 
+    @router.get("/api/train/settings")
+    def settings(folder: str) -> dict[str, Any]:
+        """The form of a new run with the settings of this one."""
+        run, jobs = runs.run_at(workspace, folder), queue.list()
+        return settings_again(workspace, run, _earlier(jobs, workspace, folder))
+
     @router.post("/api/train/decode")
     def decode(asked: Decoding) -> dict[str, Any]:
         """The images of a run that are stored as latents, decoded as a job that waits for no other: without a device of
@@ -440,17 +493,22 @@ def _add_runs(router: APIRouter, workspace: Workspace) -> None:
 
     @router.get("/api/train/curves")
     def curves(
-        folder: str, smoothing: float | None = None, points: int = runs.POINTS, version: str = ""
+        folder: str,
+        smoothing: float | None = None,
+        points: int = runs.POINTS,
+        version: str = "",
+        first: int = runs.WHOLE[0],
+        last: int = runs.WHOLE[1],
     ) -> Mapping[str, Any]:
-        """The curves of a run, unless they are those of this version; with its state."""
+        """The curves of a run between two steps, unless they are those of this version; with its state."""
         run = runs.run_at(workspace, folder)
         file = files.of(run)
         state = about(run) | {"incomplete": file.is_incomplete}
-        now = f"{file.version}-{smoothing}-{points}"
+        now = f"{file.version}-{smoothing}-{points}-{first}-{last}"
         if now == version:
             return {"version": now, "run": state}
         weight = None if smoothing is None else min(max(smoothing, 0.0), HEAVIEST)
-        made = runs.curves(file, weight, min(max(points, 8), 20_000))
+        made = runs.curves(file, weight, min(max(points, 8), 20_000), (max(first, 0), min(last, runs.WHOLE[1])))
         return {"version": now, "run": state, **made}
 
     @router.get("/api/train/differences")
@@ -459,17 +517,40 @@ def _add_runs(router: APIRouter, workspace: Workspace) -> None:
         settings = {name: runs.settings_of(runs.run_at(workspace, name)) for name in folder[:MOST_COMPARED]}
         return {"runs": list(settings), "rows": runs.differing(settings)}
 
+    @router.post("/api/train/note")
+    def note(note: Note) -> dict[str, str]:
+        """The note on a run, as it is now."""
+        return {"note": runs.write_note(runs.run_at(workspace, note.folder), note.text, note.seen)}
+
+    @router.get("/api/train/loras")
+    def loras(folder: str) -> dict[str, Any]:
+        """The LoRAs of a run that can be downloaded."""
+        return {"loras": runs.loras(runs.run_at(workspace, folder))}
+
+    @router.get("/api/train/lora", response_class=StreamingResponse)
+    def lora(folder: str, step: int | None = None) -> StreamingResponse:
+        """The file of a LoRA: that after a step, or that of the run's end."""
+        run = runs.run_at(workspace, folder)
+        size, parts = runs.lora(run, step)
+        of_step = "end" if step is None else f"step-{step}"
+        name = quote(f"{workspace.shown(run).strip('./').replace('/', '-')}-{of_step}.safetensors")
+        headers = {"Content-Length": str(size), "Content-Disposition": f"attachment; filename*=UTF-8''{name}"}
+        return StreamingResponse(parts, media_type="application/octet-stream", headers=headers)
+
 
 def _add_images(router: APIRouter, workspace: Workspace) -> None:
     @router.get("/api/train/images")
     def listed(folder: str, version: str = "") -> dict[str, Any]:
         """The images of a run, unless they are those of this version."""
         run = runs.run_at(workspace, folder)
-        decoder = runs.settings_of(run).get(VAE_DEVICE) or ""
-        now = " ".join((*runs.versions(run), f"{decoder} {runs.images_at_a_time(run)}"))
+        settings = runs.settings_of(run)
+        decoder, count = settings.get(VAE_DEVICE) or "", runs.images_at_a_time(run)
+        now = " ".join((*runs.versions(run), f"{decoder} {count}"))
         if now == version:
             return {"version": now}
-        return {"version": now, **runs.listed(run), "decoder": decoder, "at_a_time": runs.images_at_a_time(run)}
+        begins_with_lora = settings.get("train.lora.weights") is not None
+        more = {"decoder": decoder, "at_a_time": count, "begins_with_lora": begins_with_lora}
+        return {"version": now, **runs.listed(run), **more}
 
     @router.get("/api/train/image", response_class=Response)
     def image(folder: str, path: str, size: int = 0, version: str = "") -> Response:

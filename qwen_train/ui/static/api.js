@@ -159,8 +159,19 @@ export async function copyText(text) {
   announce("copied");
 }
 
+// Characters that a page would not show, or that reorder what is around them.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
+const visible = (text) => text.replace(HIDDEN, (found) => `\\u${found.charCodeAt(0).toString(16).padStart(4, "0")}`);
+
 // A line that is broken between words alone: a browser also breaks one after a hyphen.
-const words = (line) => line.split(/(\s+)/).map((part, i) => i % 2 ? part : element("span", {}, part));
+const words = (line) => visible(line).split(/(\s+)/).map((part, i) => i % 2 ? part : element("span", {}, part));
+
+// Let the browser save a text as a file.
+export function saveText(name, text) {
+  const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  element("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 60_000);
+}
 
 // A command line with a button that copies it; `label` tells it from others on the page.
 export function commandLine(line, label = "command line") {

@@ -1,10 +1,11 @@
-// A job on a page: its state in words, its progress, its output, what can be done with it, and a card of all that.
-// Cards stay while their jobs change, with the focus, scrolled output and open parts; changed states are announced.
+// A job on a page: its state in words, its progress and the time that is left, its output, what can be done with it, and
+// a card of all that. Cards stay while their jobs change, with the focus, scrolled output and open parts; changed states are announced.
 
-import { act, announce, arrange, at, commandLine, element, get, plural, post, setText, time } from "./api.js";
+import { act, announce, arrange, at, commandLine, element, get, plural, post, saveText, setText, time } from "./api.js";
 import { isActive, isEnded, look } from "./jobs.js";
 
 const WORDS = {
+  held: "from elsewhere: it starts when you have read its command and press Run",
   queued: "queued", running: "running", stopping: "stopping: it saves, then ends", done: "done", failed: "failed",
   stopped: "stopped", lost: "lost: it was killed, or the machine was switched off",
 };
@@ -13,6 +14,7 @@ const OF_BUILDS = {
 };
 const KEPT = 200_000; // characters of output that a page keeps
 const NAMED = 2; // jobs that another waits for
+const STALE = 60; // seconds after which nobody knows whether a job still makes progress
 
 // ---- words ----------------------------------------------------------------------------------------------------------
 
@@ -22,21 +24,35 @@ function words(job) {
   return (job.kind === "build" && OF_BUILDS[job.state]) || WORDS[job.state];
 }
 
-// A queued job, with what it waits for; `jobs` are in the order of the queue.
-export function queued(job, { jobs, paused }) {
-  const isHere = document.body.dataset.page === "queue";
+// A queued job, with what it waits for.
+export function queued(job, { paused }) {
+  const isHere = document.body.dataset.page === "queue", before = job.waits_for ?? [];
   if (paused) return `queued: the queue is paused${isHere ? "" : ", see the Queue page"}`;
-  const before = jobs.slice(0, jobs.indexOf(job)).filter((other) => other.devices.length && !isEnded(other));
-  if (!job.devices.length || !before.length) return WORDS.queued;
-  const more = before.length > NAMED ? ` and ${plural(before.length - NAMED, "other job")}` : "";
-  return `queued behind ${before.slice(0, NAMED).map(({ title }) => title).join(", ")}${more}`;
+  if (!before.length) return WORDS.queued;
+  const more = before.length > NAMED ? `, and for ${plural(before.length - NAMED, "other job")}` : "";
+  const ofAny = before.some(({ devices }) => !devices.length) ? ": one that names no device may use any" : "";
+  return `waits for ${before.slice(0, NAMED).map(cause).join(", and for ")}${more}${ofAny}`;
+}
+
+// One without common devices may use any of them, such as a job on `auto`.
+function cause({ title, is_active: isRunning, devices }) {
+  if (!devices.length) return `the end of “${title}”`;
+  return `${devices.join(" and ")}, which “${title}” ${isRunning ? "uses" : "gets first"}`;
+}
+
+// The time that an active job has left, as far as its rate is known; empty where there is nothing to wait for.
+export function left({ total, done, left: seconds, age = 0 } = {}) {
+  if (!total || done >= total || seconds === undefined) return "";
+  if (seconds === null || age > STALE) return "time left not known";
+  if (seconds < 60) return "less than 1 min left";
+  return `about ${seconds < 3600 ? `${Math.round(seconds / 60)} min` : time(seconds)} left`;
 }
 
 function stateText(job, answer) {
   const devices = job.devices.filter((name) => name !== "auto");
   return [
     job.state === "queued" ? queued(job, answer) : words(job),
-    devices.length && `on ${devices.join(", ")}`,
+    devices.length && !job.waits_for?.length && `on ${devices.join(", ")}`,
     job.started && time(Math.max(0, (job.ended ?? Date.now() / 1000) - job.started)),
     job.ended && `ended ${new Date(1000 * job.ended).toLocaleString()}`,
   ].filter(Boolean).join(", ");
@@ -58,9 +74,9 @@ export class Progress {
     this.bar.hidden = !isShown;
     if (now.total) Object.assign(this.bar, { max: now.total, value: now.done });
     else this.bar.removeAttribute("value");
-    const [first, ...others] = String(now.text ?? "").split("\n"), left = now.left ? `${time(now.left)} left` : "";
+    const [first, ...others] = String(now.text ?? "").split("\n");
     const doing = [now.what, first].filter(Boolean).join(/^\d/.test(first) ? " " : ": "); // such as encoding 3/4
-    const line = [doing, left].filter(Boolean).join(", ");
+    const line = [doing, left(now)].filter(Boolean).join(", ");
     setText(this.text, [line, ...(lanes.length ? [] : others)].join("\n"));
     this.text.hidden = !line;
     arrange(this.lanes, lanes.map((lane, i) => showLane(this.lanes.children[i] ?? newLane(), lane)));
@@ -116,6 +132,11 @@ const seen = (job) => ({ seen: job.state });
 const kill = (job) => confirm("Kill it? What it has not saved is lost.") && send("kill")(job);
 const save = (job) => send("save")(job).then(() => announce("a checkpoint is saved after this step"));
 const sample = (job) => send("sample")(job).then(() => announce("images are generated after this step"));
+const exported = async (job) => {
+  const content = await get(`/api/jobs/${job.id}/export`);
+  saveText(`${job.title.replace(/[^\p{L}\p{N}._-]+/gu, "-")}.job.json`, JSON.stringify(content, null, 1));
+  announce("the job is saved as a file");
+};
 const isCut = (job) => job.kind === "build" && ["stopped", "lost"].includes(job.state);
 
 // By what a job says it can: the button, and what it does.
@@ -127,6 +148,8 @@ export const ACTIONS = {
   stop: { label: ({ state }) => state === "stopping" ? "Stop without saving" : "Stop", run: send("stop", seen) },
   kill: { label: () => "Kill", run: kill, kind: "danger" },
   again: { label: (job) => isCut(job) ? "Resume" : "Run again", run: send("again") },
+  run: { label: () => "Run", run: send("run") },
+  export: { label: () => "Export", run: exported },
   remove: { label: () => "Remove", run: send("remove") },
 };
 
@@ -240,6 +263,8 @@ export class JobCards {
     if (of && document.activeElement !== focused) keepFocus(focused, of, list);
     await Promise.all(updates);
   }
+
+  focus(job) { this.cards.get(job.id)?.title.focus(); }
 
   // Bring the card of a job into view.
   reveal(job) { this.cards.get(job.id)?.node.scrollIntoView({ block: "nearest" }); }

@@ -6,11 +6,12 @@ import { at, get, plural, poll, setText } from "./api.js";
 const listeners = [];
 
 export const isActive = (job) => job.state === "running" || job.state === "stopping";
-export const isEnded = (job) => !isActive(job) && job.state !== "queued";
+export const isEnded = (job) => !isActive(job) && job.state !== "queued" && job.state !== "held";
 export const newestFirst = (jobs) => jobs.toSorted((a, b) => b.created - a.created);
 
-// Call `listener` with {jobs, paused} at each look; the next look waits for what it does. The jobs are those that are
-// active, then those that are queued, in their order, then those that have ended.
+// Call `listener` with {jobs, held, paused, gpus, problem} at each look; the next look waits for what it does. The jobs
+// are those that are active, then those that are queued, in their order, then those that have ended. Held are those from
+// elsewhere that the user has not run.
 export function onJobs(listener) {
   listeners.push(listener);
   look();

@@ -48,6 +48,14 @@ export class SettingsForm {
   get values() { return { ...this.changes }; }
 
   setting(key) { return this.settings?.find((each) => each.key === key); }
+  // Change these settings and no others; returns those that this form does not have.
+  async replace(changes) {
+    const known = ({ key }) => key in changes;
+    this.changes = Object.fromEntries(this.settings.filter(known).map(({ key }) => [key, changes[key]]));
+    keep(`${this.page} settings`, { changes: this.changes });
+    await this.load();
+    return Object.keys(changes).filter((key) => !(key in this.changes));
+  }
 
   // The value of a setting as it is now.
   value(key) { return key in this.changes ? this.changes[key] : this.setting(key)?.value; }

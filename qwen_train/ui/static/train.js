@@ -6,6 +6,7 @@ import { Runs } from "./train_runs.js";
 
 const runs = new Runs();
 const form = new TrainForm({ onstart: (job) => runs.show([job.about.output_dir], true) });
+runs.onclone = (folder) => form.fillFrom(folder);
 runs.onfirst = (hasRuns) => { at("new-run").open = !hasRuns; };
 form.load().catch(showError);
 runs.begin();

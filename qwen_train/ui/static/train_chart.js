@@ -1,5 +1,6 @@
 // A chart of curves over steps, as SVG: numbers on both axes, a legend that hides curves, values at the pointer or by
 // the keyboard. Only points of the data are shown, joined by straight lines that break where a value is not finite.
+// A range of steps is chosen by dragging across, by the wheel, or by the keyboard.
 
 import { element } from "./api.js";
 
@@ -7,6 +8,9 @@ const NS = "http://www.w3.org/2000/svg";
 const NOISY = 400; // points of a curve from which its line is thin
 const MARKED = 60; // points of a curve up to which each has a mark of its own
 const STYLES = 8;
+const DRAGGED = 8; // pixels from which a pointer has chosen a range
+const FACTOR = 1.6; // of one zoom by the keyboard
+const PAN = 0.25; // of the range
 const PAD = { top: 10, bottom: 24, left: 58, right: 12 };
 
 function svg(tag, properties = {}, ...children) {
@@ -72,10 +76,11 @@ export function nearest(steps, step) {
 let count = 0;
 
 export class Chart {
-  // `onstep` is told of the step at the pointer, null without one, so that several charts show the same.
-  constructor({ id, title, about = "", log = false, onstep = () => {}, onlog = () => {}, large = false }) {
-    Object.assign(this, { title, onstep, large, log, curves: [], hidden: new Set(), step: null, range: null });
-    const name = `chart-${(count += 1)}`;
+  // `onstep` is told of the step at the pointer, null without one, and `onrange` of the first and last step that are
+  // wanted, nulls for all, so that several charts show the same.
+  constructor({ id, title, about = "", log = false, onstep = () => {}, onlog = () => {}, onrange = () => {}, large = false }) {
+    Object.assign(this, { title, onstep, onrange, large, log, curves: [], hidden: new Set(), step: null, range: null });
+    const name = this.name = `chart-${(count += 1)}`;
     this.box = element("input", { type: "checkbox", onchange: () => { this.log = this.box.checked; onlog(id, this.log); this.render(); } });
     this.box.checked = log;
     this.at = element("span", { class: "at" });
@@ -83,9 +88,12 @@ export class Chart {
     this.note = element("p", { class: "about chart-note", hidden: true });
     this.plot = element("div", {
       class: "chart-plot", tabindex: "0", role: "slider", "aria-labelledby": name, "aria-valuemin": "0", "aria-valuemax": "0", "aria-valuenow": "0",
-      onpointermove: (event) => this.pointed(event), onpointerdown: (event) => this.pointed(event), onpointerleave: () => this.onstep(null),
+      onpointermove: (event) => this.moved(event), onpointerdown: (event) => this.began(event),
+      onpointerleave: () => this.onstep(null),
+      onpointerup: (event) => this.ended(event), onpointercancel: () => this.drop(), ondblclick: () => this.onrange(null, null),
       onkeydown: (event) => this.pressed(event), onblur: () => this.onstep(null),
     });
+    this.plot.addEventListener("wheel", (event) => this.wheeled(event), { passive: false });
     this.node = element("figure", { class: large ? "chart large" : "chart" },
       element("figcaption", {}, element("span", { id: name, class: "chart-title" }, title), this.at,
         element("label", { class: "log-scale" }, this.box, "log")),
@@ -129,8 +137,9 @@ export class Chart {
   scales() {
     const shown = this.visible, values = [];
     this.left = 0; // points that a logarithmic axis has no place for
-    for (const curve of shown) for (const value of curve.values) {
-      if (value === null) continue;
+    const [first, last] = this.range ?? [Math.min(...shown.map((c) => c.steps[0])), Math.max(...shown.map((c) => c.steps.at(-1)))];
+    for (const { steps, values: all } of shown) for (const [i, value] of all.entries()) {
+      if (value === null || steps[i] < first || steps[i] > last) continue;
       if (this.log && value <= 0) this.left += 1; else values.push(value);
     }
     let low = Infinity, high = -Infinity;
@@ -146,7 +155,6 @@ export class Chart {
       low -= pad; high += pad;
       if (isAbove && low < 0) low = 0;
     }
-    const [first, last] = this.range ?? [Math.min(...shown.map((c) => c.steps[0])), Math.max(...shown.map((c) => c.steps.at(-1)))];
     const { width, height } = this, right = width - this.right, bottom = height - PAD.bottom;
     const span = last > first ? last - first : 1;
     this.x = (step) => PAD.left + (right - PAD.left) * (last > first ? (step - first) / span : 0.5);
@@ -164,7 +172,9 @@ export class Chart {
     const longest = Math.max(0, ...labelled.map((curve) => curve.label.length));
     this.right = this.width >= 520 && labelled.length ? Math.min(200, 18 + longest * 7) : PAD.right;
     const { low, high, first, last, right, bottom } = this.scales();
-    const grid = svg("g", { class: "grid" }), lines = svg("g", {});
+    const grid = svg("g", { class: "grid" }), lines = svg("g", { "clip-path": `url(#${this.name}-clip)` });
+    const clip = svg("clipPath", { id: `${this.name}-clip` },
+      svg("rect", { x: PAD.left - 3, y: 0, width: Math.max(0, right - PAD.left + 6), height: bottom + 3 }));
     for (const tick of (this.log ? logTicks : ticks)(low, high, Math.floor((bottom - PAD.top) / 38))) {
       const y = this.y(tick);
       grid.append(svg("path", { d: `M${PAD.left} ${y.toFixed(1)}H${right}` }), label(PAD.left - 6, y + 4, tickText(tick), "end"));
@@ -175,9 +185,12 @@ export class Chart {
     }
     grid.append(svg("path", { class: "axis", d: `M${PAD.left} ${PAD.top}V${bottom}H${right}` }));
     for (const curve of [...this.visible].sort((a, b) => Boolean(b.faint) - Boolean(a.faint))) lines.append(this.line(curve, bottom));
-    if (this.right > PAD.right) lines.append(...this.endLabels(labelled, right, bottom));
+    const names = svg("g", {}, ...(this.right > PAD.right ? this.endLabels(labelled, right, bottom) : []));
     this.cursor = svg("g", { class: "cursor" });
-    this.plot.replaceChildren(svg("svg", { width: this.width, height: this.height, "aria-hidden": "true" }, grid, lines, this.cursor));
+    this.chosen = svg("rect", { class: "chosen", y: PAD.top, height: bottom - PAD.top, width: 0 });
+    const size = { width: this.width, height: this.height, "aria-hidden": "true" };
+    this.plot.replaceChildren(svg("svg", size, clip, grid, lines, names, this.chosen, this.cursor));
+    Object.assign(this, { first, last });
     this.plot.setAttribute("aria-valuemin", first);
     this.plot.setAttribute("aria-valuemax", last);
     const left = this.left ? `${this.left} ${this.left === 1 ? "value has" : "values have"} no place on a log scale: zero or below. ` : "";
@@ -212,7 +225,8 @@ export class Chart {
   endLabels(curves, right, bottom) {
     const places = [];
     for (const curve of curves) {
-      const i = curve.values.findLastIndex((each) => each !== null && (!this.log || each > 0));
+      const isDrawn = (value, at) => value !== null && (!this.log || value > 0) && this.isInside(curve.steps[at]);
+      const i = curve.values.findLastIndex(isDrawn);
       if (i >= 0) places.push({ curve, x: this.x(curve.steps[i]), y: this.y(curve.values[i]) });
     }
     places.sort((a, b) => a.y - b.y);
@@ -225,17 +239,84 @@ export class Chart {
     });
   }
 
+  isInside(step) { return !this.range || (step >= this.range[0] && step <= this.range[1]); }
+
   // All steps that are shown, ascending.
-  get steps() { return [...new Set(this.visible.flatMap((curve) => curve.steps))].sort((a, b) => a - b); }
+  get steps() {
+    return [...new Set(this.visible.flatMap((curve) => curve.steps))].filter((step) => this.isInside(step)).sort((a, b) => a - b);
+  }
+
+  // ---- the range ---------------------------------------------------------------------------------------------------
+
+  xOf(event) { return event.clientX - this.plot.getBoundingClientRect().left; }
+
+  // A finger scrolls the page, and reads values; it zooms by the buttons.
+  began(event) {
+    this.pointed(event);
+    if (event.pointerType === "touch" || event.button) return;
+    this.from = this.xOf(event);
+    this.plot.setPointerCapture(event.pointerId);
+  }
+
+  moved(event) {
+    this.pointed(event);
+    if (this.from === undefined || !this.chosen) return;
+    const [low, high] = [this.from, this.xOf(event)].sort((a, b) => a - b);
+    this.chosen.setAttribute("x", low);
+    this.chosen.setAttribute("width", high - low);
+  }
+
+  ended(event) {
+    const { from } = this, to = this.xOf(event);
+    this.drop();
+    if (from === undefined || Math.abs(to - from) < DRAGGED) return;
+    const [low, high] = [from, to].sort((a, b) => a - b);
+    this.onrange(this.stepAt(low), this.stepAt(high));
+  }
+
+  drop() {
+    this.from = undefined;
+    this.chosen?.setAttribute("width", 0);
+  }
+
+  // The page scrolls, unless the chart has the focus, or Ctrl is held, as a pinch on a touchpad has it.
+  wheeled(event) {
+    if (!this.curves.length || (!event.ctrlKey && document.activeElement !== this.plot)) return;
+    event.preventDefault();
+    const by = event.deltaMode === 1 ? 30 : 1, along = event.shiftKey ? event.deltaY : event.deltaX;
+    if (along) this.pan(Math.sign(along) * PAN / 2);
+    else this.zoom(1.002 ** (event.deltaY * by), this.stepAt(this.xOf(event)));
+  }
+
+  // Show `factor` times as many steps; the one at `around` stays where it is.
+  zoom(factor, around = this.step ?? (this.first + this.last) / 2) {
+    this.onrange(around - (around - this.first) * factor, around + (this.last - around) * factor);
+  }
+
+  pan(part) {
+    const by = (this.last - this.first) * part;
+    this.onrange(this.first + by, this.last + by);
+  }
+
+  // ---- values at a step --------------------------------------------------------------------------------------------
 
   pointed(event) {
     const steps = this.steps;
-    if (steps.length) this.onstep(steps[nearest(steps, this.stepAt(event.clientX - this.plot.getBoundingClientRect().left))]);
+    if (steps.length) this.onstep(steps[nearest(steps, this.stepAt(this.xOf(event)))]);
   }
 
   pressed(event) {
     const by = { ArrowRight: 1, ArrowUp: 1, ArrowLeft: -1, ArrowDown: -1, PageUp: 10, PageDown: -10 }[event.key], steps = this.steps;
-    if (!steps.length || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const [zoomed] = [["+", 1 / FACTOR], ["=", 1 / FACTOR], ["-", FACTOR], ["_", FACTOR]].filter(([key]) => key === event.key);
+    if (zoomed || event.key === "0" || (event.shiftKey && /^Arrow(Left|Right)$/.test(event.key))) {
+      event.preventDefault();
+      if (zoomed) this.zoom(zoomed[1]);
+      else if (event.key === "0") this.onrange(null, null);
+      else this.pan(by < 0 ? -PAN : PAN);
+      return;
+    }
+    if (!steps.length) return;
     const now = this.step === null ? steps.length - 1 : nearest(steps, this.step);
     if (event.key === "Escape") this.onstep(null);
     else if (event.key === "Home") this.onstep(steps[0]);
@@ -254,7 +335,7 @@ export class Chart {
     if (step !== null) this.cursor.append(svg("path", { d: `M${this.x(step).toFixed(1)} ${PAD.top}V${this.height - PAD.bottom}` }));
     const spoken = [];
     for (const curve of this.curves) {
-      const i = step === null ? curve.steps.length - 1 : nearest(curve.steps, step), value = curve.values[i];
+      const i = nearest(curve.steps, step ?? this.last), value = curve.values[i];
       const away = step !== null && curve.steps[i] !== step ? ` (at ${curve.steps[i].toLocaleString("en")})` : "";
       const text = (value === null ? "not finite" : number(value)) + away;
       const row = [...this.legend.children].find((each) => each.dataset.key === curve.key);

@@ -1,6 +1,7 @@
-// The curves of the chosen runs: of one its raw and smoothed loss and its noise levels, of several one curve each.
+// The curves of the chosen runs: of one its raw and smoothed loss and its noise levels, of several one curve each. All
+// charts show the same range of steps; of a part of a run, the program is asked for its points.
 
-import { arrange, at, element, get, plural } from "./api.js";
+import { announce, arrange, at, element, get, plural } from "./api.js";
 import { keep, kept } from "./project.js";
 import { Chart } from "./train_chart.js";
 
@@ -22,6 +23,8 @@ export class Curves {
     this.answers = new Map();
     this.rests = new Map();
     this.wanted = [];
+    this.range = null; // of all steps: first and last
+    this.view = null; // the part that is shown, or all
     this.slider = element("input", { type: "range", min: "0", max: String(WEIGHTS.length - 1), step: "1", "aria-label": "Smoothing", oninput: () =>
       this.smooth(WEIGHTS[this.slider.value]) });
     this.said = element("output", { class: "smoothing" });
@@ -30,6 +33,64 @@ export class Curves {
     raw.checked = this.kept.raw;
     at("curve-tools").append(element("span", {}, "Smoothing"), this.slider, this.said, auto, element("label", {}, raw, "Loss as logged"),
       element("span", { class: "muted" }, "Point at a chart, or use its arrow keys, for the values at a step."));
+    this.makeRange();
+  }
+
+  // ---- the range of steps ------------------------------------------------------------------------------------------
+
+  makeRange() {
+    const input = (label) => element("input", {
+      type: "number", class: "small", min: "0", step: "1", "aria-label": label,
+      onchange: () => this.typed(),
+    });
+    const button = (text, onclick) => element("button", { type: "button", onclick }, text);
+    this.from = input("First step of the charts");
+    this.to = input("Last step of the charts");
+    this.whole = button("Whole run", () => this.show(null, null));
+    this.shortest = button("Shortest run", () => this.show(...this.shortestRange));
+    const zoom = (factor) => () => {
+      if (!this.range) return;
+      const [first, last] = this.shown, by = (last - first) * (factor - 1) / 2;
+      this.show(first - by, last + by);
+    };
+    at("range-tools").append(element("span", {}, "Steps"), this.from, element("span", {}, "to"), this.to,
+      button("Zoom in", zoom(1 / 2)), button("Zoom out", zoom(2)), this.whole, this.shortest,
+      element("span", { class: "muted" }, "Drag across a chart, or press + and − in it; Shift with an arrow moves on, 0 shows all."));
+  }
+
+  get shown() { return this.view ?? this.range; }
+
+  typed() {
+    const [first, last] = [this.from, this.to].map((each, i) => each.value === "" ? this.range[i] : Number(each.value));
+    this.show(Math.min(first, last), Math.max(first, last));
+  }
+
+  // Show the steps from `first` to `last` in all charts, as far as there are such; all of them for nulls.
+  show(first, last) {
+    if (!this.range) return;
+    const [low, high] = this.range;
+    let view = null;
+    if (first !== null) {
+      const width = Math.min(high - low, Math.max(1, Math.round(last - first)));
+      const begin = Math.round(Math.min(Math.max(low, first), high - width));
+      if (width < high - low) view = [begin, begin + width];
+    }
+    if (String(view) === String(this.view)) return this.tellRange();
+    this.view = view;
+    this.render();
+    announce(view ? `steps ${view.map((each) => each.toLocaleString("en")).join(" to ")}` : "all steps");
+    clearTimeout(this.zoomTimer);
+    this.zoomTimer = setTimeout(() => { this.rests.clear(); this.look(this.wanted).catch(() => {}); }, 120);
+  }
+
+  tellRange() {
+    const [first, last] = this.shown ?? [];
+    for (const [input, value] of [[this.from, first], [this.to, last]]) {
+      if (document.activeElement !== input || this.view) input.value = value ?? "";
+      [input.min, input.max] = this.range ?? [0, 0];
+    }
+    this.whole.disabled = !this.view;
+    this.shortest.hidden = !this.shortestRange;
   }
 
   smooth(weight) {
@@ -64,6 +125,10 @@ export class Curves {
     this.wanted = runs;
     const folders = runs.map(({ folder }) => folder);
     for (const folder of [...this.answers.keys()]) if (!folders.includes(folder)) this.answers.delete(folder);
+    if (folders.join("\n") !== this.folders) {
+      this.folders = folders.join("\n");
+      this.view = null;
+    }
     const changed = await Promise.all(runs.map(({ folder }) => this.ask(folder)));
     const layout = runs.map(({ folder, style }) => `${folder} ${style}`).join("\n");
     if (changed.some(Boolean) || layout !== this.layout) { this.layout = layout; this.render(); this.tellSmoothing(); }
@@ -72,7 +137,9 @@ export class Curves {
   async ask(folder) {
     const began = performance.now(), weight = this.weight(), asked = { folder, version: this.answers.get(folder)?.version ?? "" };
     if (began < (this.rests.get(folder) ?? 0)) return false;
-    const answer = await get(`/api/train/curves?${new URLSearchParams(weight === null ? asked : { ...asked, smoothing: weight })}`);
+    if (weight !== null) asked.smoothing = weight;
+    if (this.view) [asked.first, asked.last] = this.view;
+    const answer = await get(`/api/train/curves?${new URLSearchParams(asked)}`);
     const took = performance.now() - began;
     if (!answer.series) return false;
     if (this.answers.has(folder)) this.rests.set(folder, began + took * (1 + REST));
@@ -85,8 +152,11 @@ export class Curves {
     const names = [...new Set(runs.flatMap(({ series }) => Object.keys(series)))].filter((name) => name !== "loss_smoothed");
     const place = (name) => { const i = ORDER.indexOf(name.replace(/_q\d$/, "")); return i < 0 ? ORDER.length : i; };
     names.sort((a, b) => place(a) - place(b));
-    const all = runs.flatMap(({ series }) => Object.values(series)).filter(({ steps }) => steps.length);
-    const range = all.length ? [Math.min(...all.map(({ steps }) => steps[0])), Math.max(...all.map(({ steps }) => steps.at(-1)))] : null;
+    const ranges = runs.filter(({ lines }) => lines).map(({ first, last }) => [first, last]);
+    this.range = ranges.length ? [Math.min(...ranges.map(([first]) => first)), Math.max(...ranges.map(([, last]) => last))] : null;
+    const shortest = ranges.toSorted((a, b) => a[1] - a[0] - (b[1] - b[0]))[0];
+    this.shortestRange = shortest && 2 * (shortest[1] - shortest[0]) < this.range[1] - this.range[0] ? shortest : null;
+    const range = this.shown;
     const shown = new Set();
     for (const name of names) {
       if (runs.length === 1 && /^validation_loss_q\d$/.test(name) && names.includes("validation_loss")) continue;
@@ -94,6 +164,7 @@ export class Curves {
       this.chart(name).set(runs.length === 1 ? this.ofOne(name, runs[0]) : this.ofSeveral(name, runs), range);
     }
     for (const name of this.charts.keys()) if (!shown.has(name)) this.charts.delete(name);
+    this.tellRange();
     arrange(at("charts"), [...shown].map((name) => this.chart(name).node));
     this.tellUnread(runs);
   }
@@ -112,6 +183,7 @@ export class Curves {
       const about = name === "validation_loss" ? "Of held-out samples, by the share of noise in them: 0 % is clean, 100 % pure noise." : "";
       this.charts.set(name, new Chart({
         id: name, title, about, large: name === "loss", log: Boolean(this.kept.log[name]), onlog: (id, log) => this.keep({ log: { ...this.kept.log, [id]: log } }),
+        onrange: (first, last) => this.show(first, last),
         onstep: (step) => { for (const chart of this.charts.values()) chart.showStep(step); },
       }));
     }

@@ -75,10 +75,7 @@ export class TrainForm {
     at("own").replaceChildren(...Object.values(this.fields).map((each) => each.node));
     for (const { input } of Object.values(this.fields)) input.addEventListener("input", () => this.changed());
     const isPrompt = (each) => typeof each?.prompt === "string" && Array.isArray(each.control);
-    this.prompts = new Prompts(at("prompts"), {
-      value: this.kept.prompts?.filter(isPrompt) ?? this.base[PROMPTS], count: at("prompts-count"),
-      onchange: () => this.changed(), encode: (button) => act(button, () => this.encode()),
-    });
+    this.showPrompts(this.kept.prompts?.filter(isPrompt) ?? this.base[PROMPTS]);
     await this.settings.load();
     const model = this.fields["model.path"].input;
     model.addEventListener("change", () => this.presets.load(model.value.trim()).catch(showError));
@@ -94,6 +91,39 @@ export class TrainForm {
     this.changed();
   }
 
+  showPrompts(value) {
+    this.prompts = new Prompts(at("prompts"), {
+      value, count: at("prompts-count"), onchange: () => this.changed(),
+      encode: (button) => act(button, () => this.encode()),
+    });
+  }
+
+  // A new run with the settings of another one: what is left out, or has no field here, is said.
+  async fillFrom(folder) {
+    const { changes, devices, left_out: leftOut } = await get(`/api/train/settings?${new URLSearchParams({ folder })}`);
+    for (const key of PLACES) this.fields[key].input.value = changes[key] ?? this.base[key] ?? "";
+    this.isNamed = true; // the output folder
+    this.showPrompts(changes[PROMPTS] ?? this.base[PROMPTS]);
+    if (devices.length) {
+      this.chosenDevices = devices.join(",");
+      this.devices.set(this.chosenDevices);
+    }
+    this.show.fill(changes);
+    const others = (await this.settings.replace(changes)).filter((key) => ![...OWN, ...SHOWN].includes(key));
+    const value = (each) => typeof each === "string" ? each : JSON.stringify(each);
+    at("filled").replaceChildren(...[
+      `This form has the settings of ${folder}, where they differ from qwen.yaml, and a new output folder.`,
+      leftOut.length && "Left out, since they import code, fetch files or send data; set them yourself if you want them: "
+        + `${leftOut.map((each) => `${each.key} = ${value(each.value)}`).join("; ")}.`,
+      others.length && "Without a field here; set them in qwen.yaml: "
+        + `${others.map((key) => `${key} = ${value(changes[key])}`).join("; ")}.`,
+    ].filter(Boolean).map((text) => element("p", {}, text)));
+    at("filled").hidden = false;
+    at("new-run").open = true;
+    this.changed();
+    this.fields["train.output_dir"].input.focus();
+  }
+
   // Look again for caches, and for a free name of the output folder while nobody has typed one.
   async refresh() {
     if (!this.fields) return;
@@ -102,7 +132,7 @@ export class TrainForm {
     offer(this.fields["cache.path"].list, places.caches);
     offer(this.fields["model.path"].list, places.models);
     const out = this.fields["train.output_dir"].input;
-    if (out.value === this.proposed || !this.proposed) { out.value = places.out; this.changed(); }
+    if (!this.isNamed && (out.value === this.proposed || !this.proposed)) { out.value = places.out; this.changed(); }
     this.proposed = places.out;
   }
 
@@ -203,7 +233,8 @@ export class TrainForm {
     const job = await this.form.send("/api/train/start");
     if (!job) return;
     at("new-run").open = false;
-    this.proposed = null;
+    Object.assign(this, { proposed: null, isNamed: false });
+    at("filled").hidden = true;
     onstart(job);
   }
 }

@@ -2,6 +2,7 @@
 
 import { at, element, get, plural, setText, showImage } from "./api.js";
 import { onJobs } from "./jobs.js";
+import { Compare } from "./train_compare.js";
 import { trainsIn, whyNotShown } from "./train_images_why.js";
 
 export class Images {
@@ -11,6 +12,7 @@ export class Images {
     this.said = element("span", { class: "muted" });
     this.why = element("span", { class: "muted", role: "status" });
     at("image-tools").replaceChildren(this.said, this.why);
+    this.compare = new Compare({ address: (folder, image) => address(folder, image, 0) });
     onJobs((answer) => { this.jobs = answer; this.tell(); });
     const dialog = at("enlarged");
     dialog.querySelector("button").addEventListener("click", () => dialog.close());
@@ -45,7 +47,11 @@ export class Images {
       const name = JSON.stringify([sample.name, sample.prompt]);
       groups.set(name, [...(groups.get(name) ?? []), { folder, sample }]);
     }
-    const shown = [...groups].filter(([, of]) => runs.length === 1 || of.length > 1 || groups.size < 20);
+    const shown = [...groups].sort(([, a], [, b]) => b.length - a.length); // first those that several runs have
+    this.compare.show(shown.map(([key, of]) => ({
+      key, name: of[0].sample.name, prompt: of[0].sample.prompt,
+      of: of.map((each) => ({ ...each, beginsWithLora: this.answers.get(each.folder).begins_with_lora })),
+    })));
     const used = new Set();
     const parts = shown.map(([name, of]) => (runs.length === 1 ? this.strips(used, name, of[0]) : this.table(used, name, of)));
     for (const key of [...this.nodes.keys()]) if (!used.has(key)) this.nodes.delete(key);
@@ -128,6 +134,7 @@ export class Images {
     if (!dialog.open) dialog.showModal();
   }
 }
+
 
 const words = (step) => step ? `step ${step.toLocaleString("en")}` : "before training";
 

@@ -5,10 +5,15 @@ import { ACTIONS, Actions, Progress } from "./job_card.js";
 import { isEnded } from "./jobs.js";
 import { linkTo } from "./project.js";
 import { signed } from "./token.js";
+import { Loras } from "./train_loras.js";
+import { Note } from "./train_note.js";
 
 export class RunPanel {
-  constructor(folder) {
+  // `onclone` is called for a new run with the settings of this one, `onnote(text)` when its note is saved.
+  constructor(folder, { onclone, onnote }) {
     this.folder = folder;
+    this.note = new Note(folder, { onsave: onnote });
+    this.loras = new Loras(folder);
     this.title = element("p", { class: "job-title" });
     this.progress = new Progress(folder);
     this.facts = element("p", { class: "muted" });
@@ -22,6 +27,7 @@ export class RunPanel {
         resume: { label: () => "Resume", run: () => this.resume() },
         decode: { label: () => "Decode images", run: () => this.decode() },
         try: { label: () => "Try this LoRA", run: () => location.assign(linkTo("generate", { run: this.folder, lora: this.run.lora.path })) },
+        clone: { label: () => "New run with these settings", run: onclone },
       },
       about: (name) => this.about(name),
     });
@@ -30,7 +36,7 @@ export class RunPanel {
     this.reportPart = element("p", { hidden: true }, this.report,
       " (one page with curves, settings and images, written at each checkpoint)");
     this.node = element("section", { class: "job", "aria-label": `Run ${folder}` }, this.title, ...this.progress.nodes,
-      this.facts, this.error, this.line, this.actions.place, this.reportPart);
+      this.facts, this.note.node, this.error, this.line, this.actions.place, this.loras.node, this.reportPart);
   }
 
   about(name) {
@@ -42,7 +48,10 @@ export class RunPanel {
         : "Finishes the step, saves a checkpoint and ends. The run can be resumed.",
       kill: "Ends at once. Steps since the newest checkpoint are lost.",
       remove: "The run does not start.",
-      resume: `Continues after ${step(run?.checkpoint)}, on the same devices and with the run's own settings,`,
+      resume: this.isFinished
+        ? `The run has reached ${step(run.max_steps)}, its last one. Trains on, to twice as many unless you change it:`
+        : `Continues after ${step(run?.checkpoint)}, on the same devices and with the run's own settings,`,
+      clone: "Fills the form above with this run's settings, and a new output folder.",
       try: `Opens Generate with the LoRA ${run?.lora?.step ? `of ${step(run.lora.step)}` : "of its end"}, and the model of this run.`,
       decode: `${waiting} ${waiting === 1 ? "image is" : "images are"} stored as latents; the VAE makes PNGs of them` +
         `${run?.running ? ", on the CPU while the run trains" : ""}.`,
@@ -66,6 +75,9 @@ export class RunPanel {
     const name = isAlone ? "" : `${this.folder}: `, remedy = isElsewhere ? "; stop it where it was started" : "";
     setText(this.title, name + state + remedy);
     this.progress.show(job);
+    this.note.node.hidden = !run?.time || !isAlone;
+    this.note.update(run?.note ?? "");
+    this.loras.update(isAlone ? run : null);
     setText(this.facts, run ? factsOf(run) : "");
     const isBroken = ["failed", "lost"].includes(job?.state);
     this.error.hidden = !isBroken || !isAlone;
@@ -85,14 +97,16 @@ export class RunPanel {
   offer(can, decoding) {
     const { run, job, waiting } = this, isWaiting = job && !isEnded(job);
     const isResumable = run?.checkpoint && !isWaiting && !run.running;
+    this.isFinished = Boolean(run?.max_steps) && run.step >= run.max_steps;
     const was = isResumable && `${run.checkpoint} ${run.max_steps}`;
     if (isResumable && document.activeElement !== this.steps && this.wasFor !== was) {
       this.wasFor = was;
-      this.steps.value = run.step >= run.max_steps ? run.max_steps * 2 : run.max_steps;
+      this.steps.value = this.isFinished ? run.max_steps * 2 : run.max_steps;
     }
     const offered = can.includes("save") ? [...can, "sample"] : can; // a run without images says why it has none
     const names = isWaiting ? ["save", "sample", "stop", "kill", "remove"].filter((name) => offered.includes(name)) : [];
-    const more = [isResumable && "resume", run?.lora && "try", waiting > 0 && !decoding && "decode"].filter(Boolean);
+    const waits = waiting > 0 && !decoding;
+    const more = [isResumable && "resume", run?.lora && "try", run?.time && "clone", waits && "decode"].filter(Boolean);
     this.actions.offer([...names, ...more], job, can.includes("sample") ? [] : ["sample"]);
   }
 }

@@ -1,7 +1,7 @@
 // The runs of the folder: a list, and what those that are chosen have written, one alone or several side by side.
 
 import { announce, arrange, at, element, get, setText } from "./api.js";
-import { Output, queued } from "./job_card.js";
+import { left, Output, queued } from "./job_card.js";
 import { isActive, isEnded, look, newestFirst, onJobs } from "./jobs.js";
 import { choose, chosen } from "./project.js";
 import { Curves } from "./train_curves.js";
@@ -19,6 +19,7 @@ export class Runs {
     this.images = new Images();
     this.chosen = this.ofAddress();
     this.remember();
+    at("find-run").addEventListener("input", () => this.render());
     window.addEventListener("hashchange", () => { this.chosen = this.ofAddress(); this.render(); look(); });
   }
 
@@ -136,8 +137,17 @@ export class Runs {
     const runs = [...without.map((folder) => ({ folder, step: 0 })), ...this.runs];
     at("no-runs").hidden = runs.length > 0 || !this.wasLooked;
     document.querySelector(".runs").hidden = !runs.length;
-    arrange(at("runs"), runs.map((run) => this.fill(this.rowOf(run.folder), run)));
+    at("find-part").hidden = !runs.length;
+    const found = runs.filter((run) => this.isFound(run)), typed = at("find-run").value.trim();
+    setText(at("found-runs"), typed ? `${found.length} of ${runs.length}` : "");
+    arrange(at("runs"), found.map((run) => this.fill(this.rowOf(run.folder), run)));
     this.renderView();
+  }
+
+  // True if a run has every word that is searched for in its name, note, model or state.
+  isFound(run) {
+    const text = [run.folder, run.note, run.model, this.stateOf(run.folder, run)].join(" ").toLowerCase();
+    return at("find-run").value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
   }
 
   rowOf(folder) {
@@ -153,18 +163,22 @@ export class Runs {
       type: "button", class: "quiet", title: "Show this run alone", onclick: () => this.show([folder]),
     }, folder);
     const row = element("tr", { "data-folder": folder },
-      element("td", {}, element("label", {}, box, element("span", { class: "swatch" }))), element("td", {}, only),
+      element("td", {}, element("label", {}, box, element("span", { class: "swatch" }))),
+      element("td", {}, only, element("p", { class: "run-note", hidden: true })),
       element("td"), element("td", { class: "number" }), element("td", { class: "number" }), element("td"));
     this.rows.set(folder, row);
     return row;
   }
 
   fill(row, run) {
-    const isChosen = this.chosen.includes(run.folder), [show, , state, step, loss, date] = row.children;
+    const isChosen = this.chosen.includes(run.folder), [show, name, state, step, loss, date] = row.children;
+    const [job] = this.jobsOf(run.folder), still = job && isActive(job) ? left({ ...job.progress }) : "";
     const ended = run.time && new Date(run.time * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
     show.querySelector("input").checked = isChosen;
     swatch(show.querySelector(".swatch"), isChosen && this.chosen.length > 1 ? this.styleOf(run.folder) : null);
-    setText(state, this.stateOf(run.folder, run));
+    setText(state, [this.stateOf(run.folder, run), still].filter(Boolean).join(", "));
+    setText(name.lastChild, run.note ?? "");
+    name.lastChild.hidden = !run.note;
     const last = run.max_steps ? ` of ${number(run.max_steps)}` : "";
     setText(step, run.step || last ? number(run.step) + last : "–");
     setText(loss, run.loss?.toPrecision(4) ?? "–");
@@ -180,7 +194,7 @@ export class Runs {
     setText(at("view-title"), chosen.length === 1 ? `Run ${chosen[0]}` : `${chosen.length} runs compared`);
     for (const folder of this.panels.keys()) if (!chosen.includes(folder)) this.panels.delete(folder);
     arrange(at("jobs"), chosen.map((folder) => {
-      if (!this.panels.has(folder)) this.panels.set(folder, new RunPanel(folder));
+      if (!this.panels.has(folder)) this.panels.set(folder, this.panelOf(folder));
       const panel = this.panels.get(folder), run = runOf(folder), [job] = this.jobsOf(folder);
       panel.update({
         run, job, decoding: this.jobs.some((each) => each.about?.decoded === folder && !isEnded(each)),
@@ -188,6 +202,14 @@ export class Runs {
       });
       return panel.node;
     }));
+  }
+
+  panelOf(folder) {
+    const onnote = (note) => {
+      for (const run of this.runs) if (run.folder === folder) run.note = note;
+      this.render();
+    };
+    return new RunPanel(folder, { onclone: () => this.onclone(folder), onnote });
   }
 
   // The state of a run in words; one without a job was started elsewhere, and one without a run has only its job.

@@ -19,9 +19,10 @@ export class ShowImages {
   // the form has, {steps, split, prompts, devices}.
   constructor(place, { base, value, about, onchange }) {
     Object.assign(this, { base, about, onchange, plan: null });
-    const { every, own, prompts, decoder } = value ?? {};
+    const { every, own, count, prompts, decoder } = value ?? {};
     this.chosen = {
       every: Number.isInteger(every) ? every : null, own: typeof own === "boolean" ? own : null,
+      count: Number.isInteger(count) && count > 0 ? count : null,
       prompts: prompts !== false, decoder: typeof decoder === "string" ? decoder : "",
     };
     this.every = this.control("input", EVERY, { type: "number", min: "1", step: "1", class: "small", inputmode: "numeric" },
@@ -36,7 +37,7 @@ export class ShowImages {
     const problem = (id) => element("p", { id: `${id}-problem`, class: "problem", hidden: true });
     place.replaceChildren(
       element("div", { class: "row" }, element("label", {}, "Show images every ", this.every, " steps of"),
-        element("label", {}, this.own, `${this.count} of my samples, beside their targets`),
+        element("label", {}, this.own, this.ownText = element("span")),
         element("label", {}, this.prompts, this.promptsText)),
       element("div", { class: "row" }, element("label", {}, "Decode them ", this.decoder)),
       ...Object.values(FIELDS).map(problem), this.why);
@@ -54,7 +55,7 @@ export class ShowImages {
 
   of(key) { return this.base[key].value; }
 
-  get count() { return this.of(OWN) || COUNT; }
+  get count() { return this.chosen.count ?? (this.of(OWN) || COUNT); }
 
   // True if qwen.yaml or the form names images to generate from prompts.
   get hasPrompts() {
@@ -97,6 +98,15 @@ export class ShowImages {
     return Object.fromEntries(Object.entries(wanted).filter(([key, value]) => value !== this.of(key)));
   }
 
+  // Choose what a run had, whose settings differ from qwen.yaml in these changes.
+  fill(changes) {
+    const value = (key) => (key in changes ? changes[key] : this.of(key)), count = value(OWN);
+    const prompts = value(CACHE) !== NO_CACHE, decoder = value(DECODER) ?? LATER;
+    this.chosen = { every: value(EVERY), own: count > 0, count: count || null, prompts, decoder };
+    this.decoder.dataset.shown = "";
+    this.tell();
+  }
+
   // Take what `qwen-train plan` answered, or null while that is not known; the command line may change with it.
   planned(plan) {
     const before = this.device;
@@ -113,6 +123,7 @@ export class ShowImages {
   tell() {
     if (document.activeElement !== this.every) this.every.value = this.steps;
     this.own.checked = this.wantsOwn;
+    setText(this.ownText, `${this.count} of my samples, beside their targets`);
     this.prompts.checked = this.wantsPrompts;
     this.prompts.disabled = !this.hasPrompts;
     const { prompts } = this.about();
