@@ -131,7 +131,7 @@ def _place(error: OSError) -> str:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """An OSError inside names `path`, as those of reading and writing an open file do not."""
     try:
         yield

@@ -37,6 +37,7 @@ from qwen_cache.sources.sizes import (
     SourceImage,
     calculate_dimensions,
     img_shapes,
+    mask_fault,
     sizes_of,
     sizes_to_generate,
 )
@@ -254,7 +255,6 @@ def _files(image: Readable) -> Sequence[Location]:
 NEW = "new"
 RECIPE = "recipe: "  # prefix of reasons that come from the settings, not from the source
 CHUNK = 64  # rows per task of the thread pool
-ASPECT_TOLERANCE = 0.01  # a mask may have another size than its target, but not another shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,10 +588,8 @@ def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None,
             problems.append(as_problem(row, image.where, error))
     if mask is not None and target is not None:
         try:
-            width, height = mask.decode()
-            if abs(width * target[1] / (height * target[0]) - 1) > ASPECT_TOLERANCE:
-                what = f"{row.mask}: the mask is {width}×{height}, its target {target[0]}×{target[1]}"
-                problems.append(Problem(row.where, what, "make the mask at the size of the target"))
+            if fault := mask_fault(mask.decode(), target):
+                problems.append(Problem(row.where, f"{row.mask}: {fault[0]}", fault[1]))
         except SourceError as error:
             problems.append(as_problem(row, mask.where, error))
     return problems

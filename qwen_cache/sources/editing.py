@@ -36,7 +36,7 @@ from qwen_cache.sources.detect import (
 )
 from qwen_cache.sources.images import open_mask, upright_size
 from qwen_cache.sources.layouts import Layout, find_layout
-from qwen_cache.sources.pairs import beside, mask_name, read_some
+from qwen_cache.sources.pairs import beside, mask_name, prompts_of, read_some
 from qwen_cache.sources.places import File, Folder, TableFolder, open_folder, read_bytes, suffix
 from qwen_cache.sources.rows import COLUMNS, MAX_TEXT, Columns, Draft, Needs, find_columns, has_captions, read_row
 from qwen_cache.sources.tables import CSV, READERS, CsvText, TableText, changed, open_text
@@ -68,7 +68,10 @@ class Editor(Protocol):
         """Write one caption of a row; the row as it is then."""
 
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
-        """Leave rows out or take them in again; the rows as they are then."""
+        """Leave rows out or take them in again; the rows as they are then.
+
+        Of a folder, the names and prompts of the rows are compared with those that were listed, and no images.
+        """
 
     def set_mask(self, entry: Entry, png: bytes, seen: str | None) -> Entry:
         """Write the mask of a row, as large as its target; the row as it is then.
@@ -77,15 +80,24 @@ class Editor(Protocol):
         """
 
 
-def open_editor(source: Location, kept: Path, **settings: Unpack[SourceSettings]) -> Editor:
+def table_hash(source: Location) -> str:
+    """The content hash of the table that a source is; empty for other sources, and if it cannot be read."""
+    with suppress(SourceError):
+        table = _table(source)
+        return "" if table is None else content_hash(read_bytes(table))
+    return ""
+
+
+def open_editor(source: Location, kept: Path, listed: str = "", **settings: Unpack[SourceSettings]) -> Editor:
     """The editor of `source` for the settings that it was listed with; `kept` is for old files.
 
-    SourceError for a source that cannot be edited.
+    `listed` is the `table_hash` of which all rows are that will be edited; while it is that of the table, they need
+    not be compared with it one by one. SourceError for a source that cannot be edited.
     """
     needs, allow_empty = needs_of(**settings), settings.get("allow_empty_prompt", False)
     table = _table(source)
     if table is not None:
-        return TableEditor(needs, allow_empty, OldFiles(table.parent, kept), table)
+        return TableEditor(needs, allow_empty, OldFiles(table.parent, kept), table, listed)
     if not is_remote(source) and _is_folder_of_images(source):
         return FolderEditor(needs, allow_empty, OldFiles(source, kept))
     expected = f"a folder of images, or a table ({', '.join(READERS)}), on this machine"
@@ -246,6 +258,12 @@ def _check_mask(entry: Entry, png: bytes, seen: str | None) -> None:
         raise ChangedError("the mask", entry.mask or entry.where)
 
 
+def _as_left_out(entry: Entry) -> Entry:
+    """The row, which has no problems any more."""
+    shown = entry.names, entry.where, entry.target, entry.controls, entry.mask, entry.prompts, entry.phrase
+    return Entry(*shown, is_left_out=True, problems=())  # `replace` takes three times as long
+
+
 def _is_same(entry: Entry, other: Entry | None) -> bool:
     """True if a row is as it was; its problems may depend on other rows."""
     return other is not None and replace(entry, problems=()) == replace(other, problems=())
@@ -268,13 +286,18 @@ class FolderEditor:
         return self.files.root
 
     @contextmanager
-    def _editing(self, entries: Sequence[Entry]) -> Iterator[tuple[Folder, Layout]]:
+    def _opened(self) -> Iterator[tuple[Folder, Layout]]:
         with self.files.locked(""):
             folder = open_folder(self.source)
             layout = find_layout(folder, self.needs)
             if not layout.target:
                 do = "write a table of them"
                 raise SourceError("rows without targets cannot be edited", where=self.source, do=do)
+            yield folder, layout
+
+    @contextmanager
+    def _editing(self, entries: Sequence[Entry]) -> Iterator[tuple[Folder, Layout]]:
+        with self._opened() as (folder, layout):
             now = self._rows(folder, layout, [entry.name for entry in entries], near=True)
             for entry in entries:
                 if not _is_same(entry, now.get(entry.name)):
@@ -317,15 +340,24 @@ class FolderEditor:
             return self._edited([entry])[0]
 
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
-        with self._editing(entries):
+        with self._opened() as (folder, layout):
             path = self.source / left_out.LIST
             data = _bytes_of(path) or b""
             mark = BOM_UTF8 if data.startswith(BOM_UTF8) else b""
             text = data.removeprefix(mark).decode()
+            out = {line.name for line in left_out.lines_of(text)}
+            prompts = prompts_of(folder, layout, [entry.name for entry in entries])
+            for entry in entries:
+                prompt = prompts.get(entry.name)
+                if prompt is None or (unix(prompt), entry.name in out) != (entry.prompts[0], entry.is_left_out):
+                    raise ChangedError("this row", entry.where)
             text = left_out.changed_list(text, [entry.name for entry in entries], is_left_out=is_left_out)
             if text or data:
                 self.files.write({path: mark + text.encode()})
-            return self._edited(entries)
+            if not is_left_out:
+                return self._edited(entries)
+            self.others_changed = any(entry.problems for entry in entries)
+            return [_as_left_out(entry) for entry in entries]
 
     def set_mask(self, entry: Entry, png: bytes, seen: str | None) -> Entry:
         with self._editing([entry]) as (_, layout):
@@ -360,6 +392,8 @@ class TableEditor:
     allow_empty_prompt: bool
     files: OldFiles
     table: Path
+    listed: str = ""
+    """The content hash of a table of which all rows are that are edited."""
     others_changed: bool = field(default=False, init=False)
     _names: tuple[str, list[str]] = field(default=("", []), init=False)
     """The columns of the table that has this content hash: those of JSON are in all of its rows."""
@@ -369,9 +403,11 @@ class TableEditor:
         with self.files.locked(f"{self.table.name}."):
             data = read_bytes(self.table)
             opened = self._opened(data)
-            for entry in entries:
-                if not _is_same(entry, opened.entry(entry)):
-                    raise ChangedError("this row", entry.where)
+            if self._names[0] != self.listed:
+                self.listed = ""
+                for entry in entries:
+                    if not _is_same(entry, opened.entry(entry)):
+                        raise ChangedError("this row", entry.where)
             yield opened
 
     def _opened(self, data: bytes) -> Opened:
@@ -379,11 +415,13 @@ class TableEditor:
             text = data.decode("utf-8-sig")
         except UnicodeDecodeError:
             raise ChangedError("this table", self.table) from None
-        found = content_hash(data)
+        found, rows = content_hash(data), open_text(self.table, text)
         if found != self._names[0]:
-            self._names = found, READERS[suffix(self.table)](self.table, text)[0]
+            if found == self.listed and isinstance(rows, CsvText):
+                self._names = found, rows.names
+            else:
+                self._names = found, READERS[suffix(self.table)](self.table, text)[0]
         names = self._names[1]
-        rows = open_text(self.table, text)
         return Opened(self.table, data, rows, names, find_columns(names, self.table, self.needs), self)
 
     def _write(
@@ -392,8 +430,10 @@ class TableEditor:
         entries: Sequence[Entry],
         changes: Mapping[str, Mapping[str, Any]],
         files: Mapping[Path, bytes | None] | None = None,
+        *,
+        is_left_out: bool = False,
     ) -> list[Entry]:
-        """Write new values by row, after some other files; the rows as they are then."""
+        """Write new values by row, after some other files; the rows as they are then, which may be left out."""
         if read_bytes(self.table) != opened.data:
             raise ChangedError("this table", self.table)
         rows = changed(opened.rows, changes) if changes else opened.rows
@@ -402,6 +442,9 @@ class TableEditor:
         self.files.write({**(files or {}), self.table: data})
         names = dict.fromkeys([*opened.names, *(name for values in changes.values() for name in values)])
         self._names = content_hash(data), [*names]
+        self.listed = self._names[0] if self.listed and not self.others_changed else ""
+        if is_left_out:
+            return [_as_left_out(entry) for entry in entries]
         now = replace(
             opened, data=data, rows=rows, names=[*names], columns=find_columns([*names], self.table, self.needs)
         )
@@ -428,12 +471,9 @@ class TableEditor:
         with self._editing(entries) as opened:
             column = opened.column(left_out.COLUMN, (left_out.COLUMN,))
             yes, no = ("true", "") if suffix(self.table) in CSV else (True, False)
-            changes = {
-                entry.where: {column: yes if is_left_out else no}
-                for entry in entries
-                if left_out.is_yes(opened.values(entry.where).get(column)) is not is_left_out
-            }
-            return self._write(opened, entries, changes)
+            others = (entry for entry in entries if entry.is_left_out != is_left_out)
+            changes = {entry.where: {column: yes if is_left_out else no} for entry in others}
+            return self._write(opened, entries, changes, is_left_out=is_left_out)
 
     def set_mask(self, entry: Entry, png: bytes, seen: str | None) -> Entry:
         with self._editing([entry]) as opened:

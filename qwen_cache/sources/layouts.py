@@ -214,15 +214,16 @@ def _first_number(folder: Folder, layout: Layout) -> int | None:
     """The number of the first control in a folder where no target has a control called NAME: 1 if none has NAME_0."""
     if len(layout.controls) != 1:
         return None
-    targets, controls = _stems(folder, layout.target), _stems(folder, layout.controls[0])
-    if not targets.isdisjoint(controls):
+    controls = _stems(folder, layout.controls[0])
+    if any(path.rpartition(".")[0] in controls and _is_image(path) for path in folder.below(layout.target)):
         return None
+    targets = _stems(folder, layout.target)
     matches = [match for match in map(NUMBERED.fullmatch, controls) if match and match[1] in targets]
     return next((first for first in (0, 1) if any(int(match[2]) == first for match in matches)), None)
 
 
 def _stems(folder: Folder, name: str) -> set[str]:
-    return {posixpath.splitext(path)[0] for path in folder.below(name) if _is_image(path)}
+    return {path.rpartition(".")[0] for path in folder.below(name) if _is_image(path)}
 
 
 # ---- by files --------------------------------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ def _labelled(folder: Folder, target: str, prompt: str) -> bool:
 
 
 def _is_image(name: str) -> bool:
-    return posixpath.splitext(name)[1].lower() in IMAGE_EXTENSIONS
+    return name.lower().endswith(IMAGE_EXTENSIONS)
 
 
 def repeats_of(folder: Folder) -> dict[str, int]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 from qwen_cache.errors import Notice, Problem, SourceError
@@ -43,13 +44,17 @@ from qwen_cache.sources.rows import (
     setting,
 )
 from qwen_cache.storage.remembered import RememberedFiles
-from qwen_cache.storage.remote import Location, is_remote
+from qwen_cache.storage.remote import Location, Url, is_remote
 
 READERS = 16  # prompts read in parallel: a remote one takes 0.1 s
 PROMPTS = 64  # per task of the thread pool, on a disk
+AHEAD = 2 * READERS  # tasks
 MOST_COMPARED = 100  # names without a partner, on each side, that are compared with one another: takes 0.1 s
 
 
+Named = str | Url
+"""A file by its path: a local one as text, since to make a `Path` takes longer than to list the file."""
+Texts = list[str | Exception]
 Place = tuple[str, str]
 """The name of a file: its folder, and its path below the folder without extension."""
 
@@ -58,9 +63,9 @@ Place = tuple[str, str]
 class Files:
     """The files below a folder by name: the path relative to the folder, without extension."""
 
-    images: dict[str, list[Location]] = field(default_factory=dict)
-    prompts: dict[str, list[Location]] = field(default_factory=dict)
-    others: dict[str, list[Location]] = field(default_factory=dict)
+    images: dict[str, list[Named]] = field(default_factory=dict)
+    prompts: dict[str, list[Named]] = field(default_factory=dict)
+    others: dict[str, list[Named]] = field(default_factory=dict)
     """Files of `OTHER_IMAGES`."""
 
 
@@ -68,9 +73,9 @@ class Files:
 class Leads:
     """Hints for missing files."""
 
-    unread: Mapping[Place, Location]
+    unread: Mapping[Place, Named]
     """Images of these names in formats that are not read."""
-    similar: Mapping[Place, Location]
+    similar: Mapping[Place, Named]
     """Files with similar names that belong to no target."""
     captions: Mapping[str, str] = field(default_factory=dict)
     """Texts with an ending of another tool in the folder of prompts, by their names without it."""
@@ -78,9 +83,9 @@ class Leads:
     def of(self, missing: Place) -> tuple[str, str] | None:
         """An addition to the problem of a missing file, and advice."""
         if path := self.unread.get(missing):
-            return f"; {base_name(path)} is there, but {_kind(path)} is not read", "save it as PNG, JPEG or WebP"
+            return f"; {_base_name(path)} is there, but {_kind(path)} is not read", "save it as PNG, JPEG or WebP"
         if path := self.similar.get(missing):
-            return f"; did you mean {_join(missing[0], base_name(path))}?", "give both files the same name"
+            return f"; did you mean {_join(missing[0], _base_name(path))}?", "give both files the same name"
         return None
 
 
@@ -104,6 +109,14 @@ def read_some(folder: Folder, layout: Layout, needs: Needs, names: Collection[st
     return {draft.samples[0].name: draft for draft in found if isinstance(draft, Draft)}
 
 
+def prompts_of(folder: Folder, layout: Layout, names: Iterable[str]) -> dict[str, str]:
+    """The prompts of these targets by name, empty if missing or unreadable; none of a target that is not there."""
+    here = _scan(folder, layout.target, layout.others)
+    prompts = (_scan(folder, layout.prompt) if layout.prompt else here).prompts
+    texts = ((name, _read_prompt(prompts.get(name, []), None)) for name in names if name in here.images)
+    return {name: text if isinstance(text, str) else "" for name, text in texts}
+
+
 def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
     """The files below a folder that are called as one of the names, or as its further control or mask."""
     assert not is_remote(path)
@@ -114,7 +127,7 @@ def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.scandir(path / name / below):
                 stem = entry.name.rpartition(".")[0]
-                if stem not in wanted:
+                if stem not in wanted and ("_" in stem or "-" in stem):
                     endings = filter(None, (pattern.fullmatch(stem) for pattern in (ENDING, NUMBERED, LABEL)))
                     stem = next((ending[1] for ending in endings if ending[1] in wanted), stem)
                 if stem in wanted and not entry.name.startswith(".") and not entry.is_dir():
@@ -160,7 +173,7 @@ def _read_targets(
         raise _no_image(folder, layout.target, here)
     lines = _left_out(folder, prompt_folder, targets, prompts)
     others = {layout.target: here.others}
-    owned: dict[str, dict[int, list[Location]]] = {name: {} for name in targets}
+    owned: dict[str, dict[int, list[Named]]] = {name: {} for name in targets}
     for name in [name for name in targets if name not in prompts]:
         label = LABEL.fullmatch(name)
         if label and label[1] in owned and (layout.has_labels if label[2] == "condlabel" else layout.mask is None):
@@ -169,13 +182,15 @@ def _read_targets(
     strays = {(prompt_folder, name): paths for name, paths in prompts.items() if name not in targets}
     for name in filter(None, (*layout.controls, layout.mask)):
         files = _scan(folder, name)
-        others[name] = files.others
+        others[name], of_folder, least = files.others, layout.slot(name), layout.first_number or 0
         for stem, paths in files.images.items():
-            target, slot = _owner(stem, targets, layout.slot(name), files.images, layout.first_number or 0)
+            target, number = _owner(stem, targets, of_folder, files.images, least)
             if target is None:
                 strays[name, stem] = paths
+            elif number in (slots := owned[target]):
+                slots[number] += paths
             else:
-                owned[target].setdefault(slot, []).extend(paths)
+                slots[number] = [*paths]
     out = {line.name for line in lines if line.name in targets}
     kept = {name: paths for name, paths in targets.items() if name not in out}
     common = None if near else _common_problem(folder, layout, kept, prompts, [owned[name] for name in kept], needs)
@@ -185,8 +200,8 @@ def _read_targets(
         gaps = {name: (layout.target, f"{name}-condlabel") for name, slots in owned.items() if 0 not in slots}
     wanted = {*gaps.values(), *((prompt_folder, name) for name in targets if name not in prompts)}
     unread = {(name, stem): paths[0] for name, each in others.items() for stem, paths in each.items()}
-    named = (posixpath.splitext(each) for each in folder.below(prompt_folder))
-    captions = {stem: stem + ending for stem, ending in named if ending.lower() in OTHER_PROMPTS}
+    of_captions = (each for each in folder.below(prompt_folder) if each.lower().endswith(OTHER_PROMPTS))
+    captions = {posixpath.splitext(each)[0]: each for each in of_captions}
     leads = Leads(unread, _similar(wanted - unread.keys(), strays), captions)
     if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
         gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {MASK} or leads.of(gap)}
@@ -196,9 +211,9 @@ def _read_targets(
     with memory.saved(), ThreadPoolExecutor(READERS, "prompts") as pool:
         # From a disk a task reads many prompts, since submitting a task costs as much as reading one.
         written = [prompts.get(name, []) for name in chosen]
-        size = PROMPTS if written and written[0] and not is_remote(written[0][0]) else 1
+        size = PROMPTS if written and written[0] and isinstance(written[0][0], str) else 1
         chunks = (written[begin : begin + size] for begin in range(0, len(written), size))
-        texts = pool.map(lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks)
+        texts = _ahead(pool, lambda chunk: [_read_prompt(each, memory) for each in chunk], chunks)
         for name, text in zip(chosen, chain.from_iterable(texts), strict=True):
             prompt = prompts.get(name, []), text
             draft = _row(name, targets[name], prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
@@ -211,7 +226,7 @@ def _read_targets(
 
 
 def _left_out(
-    folder: Folder, prompt_folder: str, targets: Collection[str], prompts: dict[str, list[Location]]
+    folder: Folder, prompt_folder: str, targets: Collection[str], prompts: dict[str, list[Named]]
 ) -> list[left_out.Line]:
     """The lines of left_out.txt, which is then no prompt; SourceError if it would be the prompt of a target too."""
     if left_out.LIST not in folder.files:
@@ -221,7 +236,7 @@ def _left_out(
         if stem in targets:
             what = f"this would be both the list of the targets left out and the prompt of {stem!r}"
             raise SourceError(what, where=path, expected="one of them", do="rename the image and its prompt")
-        prompts[stem] = [each for each in prompts.get(stem, []) if each != path]
+        prompts[stem] = [each for each in prompts.get(stem, []) if each != str(path)]
         if not prompts[stem]:
             del prompts[stem]
     try:
@@ -230,9 +245,7 @@ def _left_out(
         raise SourceError("the list is not UTF-8 text", where=path, found=error, do="save it as UTF-8") from error
 
 
-def _strays(
-    strays: Mapping[Place, list[Location]], leads: Leads, prompt_folder: str, layout: Layout
-) -> Iterator[Problem]:
+def _strays(strays: Mapping[Place, list[Named]], leads: Leads, prompt_folder: str, layout: Layout) -> Iterator[Problem]:
     explained = set(leads.similar.values())
     for (name, stem), paths in strays.items():
         for path in paths:
@@ -257,7 +270,7 @@ def _read_controls(folder: Folder, layout: Layout) -> Iterator[Problem | Draft]:
         raise _no_image(folder, first, here)
     lines = _left_out(folder, layout.prompt or first, images, prompts)
     firsts = {name for name in images if further or _further(name, images)[0] is None}
-    owned: dict[str, dict[int, list[Location]]] = {}
+    owned: dict[str, dict[int, list[Named]]] = {}
     for name, paths in images.items():
         owner, slot = _owner(name, firsts, 0 if further else None)
         owned.setdefault(owner or name, {})[slot if owner else 0] = paths
@@ -282,15 +295,21 @@ def _scan(folder: Folder, name: str, without: Sequence[str] = ()) -> Files:
     starts = tuple(f"{other}/" for other in without) if name == "." else ()
     files = Files()
     kinds = {".txt": files.prompts} | dict.fromkeys(IMAGE_EXTENSIONS, files.images)
-    kinds |= dict.fromkeys(OTHER_IMAGES, files.others)
+    kinds = {ending[1:]: kind for ending, kind in (kinds | dict.fromkeys(OTHER_IMAGES, files.others)).items()}
     base = folder.path if name == "." else folder.path / name
+    start = os.path.join(base, "") if isinstance(base, Path) and base.parts else ""
+    is_text = isinstance(base, Path) and os.sep == "/"
     for path in folder.below(name):
-        stem, extension = posixpath.splitext(path)
-        if starts and path.startswith(starts):
+        stem, _, extension = path.rpartition(".")
+        kind = kinds.get(extension) or kinds.get(extension.lower())
+        if kind is None or not stem or (starts and path.startswith(starts)):
             continue
-        if (kind := kinds.get(extension.lower())) is not None:
-            kind.setdefault(stem, []).append(base / path)
-    return Files(*(dict(sorted(kind.items())) for kind in (files.images, files.prompts, files.others)))
+        file = start + path if is_text else _named(base / path)
+        if stem in kind:
+            kind[stem].append(file)
+        else:
+            kind[stem] = [file]
+    return Files(*({stem: kind[stem] for stem in sorted(kind)} for kind in (files.images, files.prompts, files.others)))
 
 
 def _no_image(folder: Folder, name: str, files: Files) -> SourceError:
@@ -304,8 +323,20 @@ def _no_image(folder: Folder, name: str, files: Files) -> SourceError:
     )
 
 
-def _kind(path: Location) -> str:
-    return suffix(path).removeprefix(".").upper()
+def _kind(path: Named) -> str:
+    return suffix(_at(path)).removeprefix(".").upper()
+
+
+def _base_name(path: Named) -> str:
+    return base_name(_at(path))
+
+
+def _at(path: Named) -> Location:
+    return Path(path) if isinstance(path, str) else path
+
+
+def _named(path: Location) -> Named:
+    return path if is_remote(path) else str(path)
 
 
 def _join(folder: str, name: str) -> str:
@@ -315,7 +346,7 @@ def _join(folder: str, name: str) -> str:
 def _common_problem(
     folder: Folder,
     layout: Layout,
-    targets: Mapping[str, list[Location]],
+    targets: Mapping[str, list[Named]],
     prompts: Mapping[str, object],
     owned: Iterable[Mapping[int, object]],
     needs: Needs,
@@ -323,7 +354,7 @@ def _common_problem(
     """One problem if no target has a control, or none has a prompt, instead of one for each target."""
     if len(targets) < 2:
         return None
-    first = base_name(next(iter(targets.values()))[0])
+    first = _base_name(next(iter(targets.values()))[0])
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
     some = folder.below(layout.controls[0]) if layout.controls else []
@@ -383,6 +414,8 @@ def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...], firs
     """The first control that a target lacks; `first` is the number of the first one where all are numbered."""
     if len(controls) > 1:
         return next(((folder, name) for slot, folder in enumerate(controls) if slot not in slots), None)
+    if slots.keys() == {0}:
+        return None
     numbers = slots.keys() - {MASK}
     missing = min(set(range(len(numbers) + 1)) - numbers)
     if not controls or missing >= max(len(numbers), 1):
@@ -392,9 +425,9 @@ def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...], firs
     return controls[0], f"{name}_control_{missing}" if missing else name
 
 
-def _similar(wanted: Iterable[Place], strays: Mapping[Place, list[Location]]) -> dict[Place, Location]:
+def _similar(wanted: Iterable[Place], strays: Mapping[Place, list[Named]]) -> dict[Place, Named]:
     """Files without a target for missing files of similar names in the same folder, each once."""
-    found: dict[Place, Location] = {}
+    found: dict[Place, Named] = {}
     free = {(folder, overlooked(stem)): paths[0] for (folder, stem), paths in strays.items()}
     for folder, stem in sorted(wanted):
         if path := free.pop((folder, overlooked(stem)), None):
@@ -414,25 +447,36 @@ def _numbers(stem: str) -> list[str]:
     return re.findall(r"\d+", stem)
 
 
-def _read_prompt(files: list[Location], memory: RememberedFiles | None) -> str | Exception:
+def _read_prompt(files: list[Named], memory: RememberedFiles | None) -> str | Exception:
     try:
         return _text_of(files[0], memory).decode("utf-8-sig").strip() if files else ""
     except (SourceError, UnicodeDecodeError) as error:
         return error
 
 
-def _text_of(file: Location, memory: RememberedFiles | None) -> bytes:
+def _ahead(
+    pool: Executor, read: Callable[[list[list[Named]]], Texts], chunks: Iterable[list[list[Named]]]
+) -> Iterator[Texts]:
+    """The results in order, a few tasks ahead: the first one waits for no other than these."""
+    left = iter(chunks)
+    waiting = deque(pool.submit(read, chunk) for chunk in islice(left, AHEAD))
+    while waiting:
+        yield waiting.popleft().result()
+        waiting.extend(pool.submit(read, chunk) for chunk in islice(left, 1))
+
+
+def _text_of(file: Named, memory: RememberedFiles | None) -> bytes:
     """The bytes of a prompt; those of a remote one are remembered by its version in the listing."""
-    if memory is None or not is_remote(file) or not file.listed:
+    if memory is None or isinstance(file, str) or not file.listed:
         return read_bytes(file, MAX_TEXT)
     return memory.read("prompt", str(file), [file], lambda: read_bytes(file, MAX_TEXT))
 
 
 def _row(
     name: str,
-    targets: list[Location],
-    prompt: tuple[list[Location], str | Exception],
-    slots: dict[int, list[Location]],
+    targets: list[Named],
+    prompt: tuple[list[Named], str | Exception],
+    slots: dict[int, list[Named]],
     gap: Place | None,
     prompt_folder: str,
     leads: Leads,
@@ -443,17 +487,17 @@ def _row(
     prompts, text = prompt
     for files in (targets, prompts, *slots.values()):
         if len(files) > 1:
-            what = f"several files have the same name: {', '.join(base_name(path) for path in files)}"
+            what = f"several files have the same name: {', '.join(map(_base_name, files))}"
             field_problems[what] = what, "keep the right one"
     numbers = sorted(slot for slot in slots if slot != MASK)
     if gap:
-        found = ", ".join(base_name(slots[slot][0]) for slot in numbers) or "none"
+        found = ", ".join(_base_name(slots[slot][0]) for slot in numbers) or "none"
         more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target" + ("" if numbers else hint))
         field_problems["control"] = f"the control {_join(*gap)}.png (or .jpg, …) is missing{more}", do
     if isinstance(text, Exception):
         reason = text.fault if isinstance(text, SourceError) else text
         field_problems["prompt"] = (
-            f"the prompt {base_name(prompts[0])} cannot be read: {reason}",
+            f"the prompt {_base_name(prompts[0])} cannot be read: {reason}",
             "save it as UTF-8 text",
         )
         text = ""

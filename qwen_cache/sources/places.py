@@ -101,11 +101,11 @@ class File:
         return read_bytes(self.path)
 
 
-def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
+def read_bytes(path: Location | str, limit: int = MAX_FILE) -> bytes:
     """The bytes of a file. SourceError if this file alone cannot be read, or has more bytes than `limit`; a server that
     does not answer stops all."""
     try:
-        if is_remote(path):
+        if isinstance(path, Url):
             return path.read_bytes(min(limit, WHOLE_FILE))
         with open_regular(path) as file:
             _check_size(os.fstat(file.fileno()).st_size, limit, path)
@@ -124,14 +124,14 @@ def read_bytes(path: Location, limit: int = MAX_FILE) -> bytes:
         raise
 
 
-def _check_size(size: int, limit: int, path: Location) -> None:
+def _check_size(size: int, limit: int, path: Location | str) -> None:
     if size > limit:
         expected, do = f"at most {limit} bytes", "name the right file, or leave it out"
         raise SourceError("the file is too large", where=path, expected=expected, found=size, do=do)
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
+def open_regular(path: Path | str) -> Iterator[BinaryIO]:
     """A local file, for reading; OSError for a folder, and for a pipe, a device or a socket, without waiting for it."""
     with open(open_file(path), "rb") as file:
         yield file
@@ -369,12 +369,13 @@ def _walk(folder: Path, above: Iterable[Path] = ()) -> Iterator[str]:
             what = f"links lead to this folder by more than {MAX_PATHS_TO_A_FOLDER} paths"
             raise SourceError(what, where=here, do="remove the links between folders")
         for entry in entries:
-            if entry.name.startswith("."):
+            name = entry.name
+            if name[0] == ".":
                 continue
             if _is_folder(entry):
-                waiting.append((here / entry.name, f"{start}{entry.name}/", containing | {identity}))
+                waiting.append((here / name, f"{start}{name}/", containing | {identity}))
             else:
-                yield start + entry.name
+                yield start + name
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

@@ -25,6 +25,7 @@ Box = tuple[float, float, float, float]
 
 ROUNDING = 32  # the pipelines' own: twice the 16 pixels of a token, so that they accept all of these sizes
 MAX_ASPECT_RATIO = 200  # beyond it, Qwen2.5-VL's image processor raises
+MASK_SHAPE = 0.01  # a mask may have another size than its target, but not another shape
 SAME_SHAPE = 0.03  # rounding to 32 pixels changes an aspect ratio by this much at about a megapixel
 
 
@@ -113,6 +114,13 @@ def _square(resolution: Resolution) -> Size:
 def same_shape(one: Size, two: Size) -> bool:
     """True if the aspect ratios are equal up to rounding."""
     return abs(math.log(one[0] * two[1] / (one[1] * two[0]))) <= math.log1p(SAME_SHAPE)
+
+
+def mask_fault(mask: Size, target: Size) -> tuple[str, str] | None:
+    """The problem of a mask that has another shape than its target, and advice."""
+    if abs(mask[0] * target[1] / (mask[1] * target[0]) - 1) <= MASK_SHAPE:
+        return None
+    return f"the mask is {_text(mask)}, its target {_text(target)}", "make the mask at the size of the target"
 
 
 def calculate_dimensions(area: int, size: Size, where: str | None = None) -> Size:

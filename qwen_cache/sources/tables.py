@@ -100,11 +100,14 @@ def changed(before: TableText, changes: Mapping[str, Values]) -> TableText:
 
 def _has(found: dict[str, Any] | None, expected: Values) -> bool:
     """True if a row has these values, whatever its line ends."""
+    if found is None:
+        return False
+    pairs = ((found.get(name), value) for name, value in expected.items())
+    return all(there == value or _unix(there) == _unix(value) for there, value in pairs)
 
-    def unix(value: Any) -> Any:
-        return value.replace("\r\n", "\n") if isinstance(value, str) else value
 
-    return found is not None and all(unix(found.get(name)) == unix(value) for name, value in expected.items())
+def _unix(value: Any) -> Any:
+    return value.replace("\r\n", "\n") if isinstance(value, str) else value
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------

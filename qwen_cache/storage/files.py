@@ -389,18 +389,18 @@ UNREADABLE = (errno.EFAULT, getattr(errno, "EHWPOISON", 133))
 class NotAFileError(OSError):
     """The path is a folder, a pipe, a socket, a device, or a symbolic link where none is followed."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | str) -> None:
         super().__init__(errno.EINVAL, "not a regular file", str(path))
 
 
-def open_file(path: Path, *, follow_links: bool = True) -> int:
+def open_file(path: Path | str, *, follow_links: bool = True) -> int:
     """A descriptor of the regular file at `path`, for reading; NotAFileError for anything else."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     try:
         file = os.open(path, flags if follow_links else flags | getattr(os, "O_NOFOLLOW", 0))
     except OSError as error:
         other = error.errno == errno.ENXIO or (not follow_links and error.errno == errno.ELOOP)
-        if other or (error.errno == errno.EACCES and path.is_dir()):  # a socket, a link, a folder on Windows
+        if other or (error.errno == errno.EACCES and os.path.isdir(path)):  # a socket, a link, a folder on Windows
             raise NotAFileError(path) from None
         raise
     with naming(path):

@@ -281,7 +281,7 @@ class BuildPage:
         found = search.find(self._workspace)
         return {
             "values": {key: values[key] for key in (*FIELDS, "cache.reuse")},
-            "sources": [self._workspace.shown(path) for path, _ in found.sources],
+            "sources": [self._workspace.shown(each.path) for each in found.sources],
             "models": [self._workspace.shown(each) for each in found.models],
             "caches": [self._workspace.shown(each) for each in found.caches],
         }

@@ -15,21 +15,23 @@ from starlette.responses import Response
 from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError, as_json, router_of
-from qwen_cache.sources.detect import Entry
+from qwen_cache.sources.detect import Entry, list_source, reading
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
-from qwen_train.ui import runs, search
+from qwen_train.ui import runs, search, upload
 from qwen_train.ui.build import Form, build_of
+from qwen_train.ui.check import Check
 from qwen_train.ui.jobs import Checks
-from qwen_train.ui.opened import FILTERS, KEY, Check, OpenSource, View, version_of_entry
+from qwen_train.ui.opened import FILTERS, OpenSource, View, check_links, version_of_entry
 from qwen_train.ui.scan import (
     FINDINGS,
     IN_GROUPS,
     Thumbnails,
     deflated,
     image_of,
+    joined_versions,
     mask_png,
     mask_values,
     overlay,
@@ -41,6 +43,7 @@ from qwen_train.ui.scan import (
 from qwen_train.ui.workspace import Workspace
 
 MOST_ROWS = 200  # of one answer
+MOST_AT_ONCE = 1000  # images of a source that is listed for one answer: 0.1 s
 MOST_OPEN = 3  # sources that are kept in memory
 MOST_GENERAL = 200  # problems of no row that are shown
 MOST_RUNS = 50  # that are offered
@@ -80,7 +83,6 @@ class Sources:
     def __init__(self, workspace: Workspace, checks: Checks) -> None:
         self.workspace, self.checks = workspace, checks
         self._open: OrderedDict[tuple[str, str], OpenSource] = OrderedDict()
-        self._checks: dict[int, Check] = {}
         self._lock = Lock()
 
     def get(self, text: str) -> OpenSource:
@@ -89,27 +91,22 @@ class Sources:
         key = str(place), data.model_dump_json()
         with self._lock:
             if key not in self._open:
-                self._open[key] = OpenSource(place, data, self.workspace)
+                self._open[key] = OpenSource(place, data, self.workspace, self.checks)
                 self._open[key].list_again()
             self._open.move_to_end(key)
             while len(self._open) > MOST_OPEN:
-                old = self._open.popitem(last=False)[1]
-                self._checks.pop(id(old), None)
-                old.close()
+                self._open.popitem(last=False)[1].close()
             return self._open[key]
 
-    def check(self, source: OpenSource) -> Check | None:
-        return self._checks.get(id(source))
-
     def start_check(self, source: OpenSource, form: Form) -> Check:
-        """Plan the build of a form; ConfigError for a form with problems."""
+        """Check all images, and plan the build of a form that names a model; ConfigError for one with problems."""
+        named = form.at.strip() or form.model.strip() or form.changes.get("model.path")
+        if not (named or self.workspace.settings().model.path):
+            return source.start_check(None)
         place = source.place
         shown = str(place) if is_remote(place) else self.workspace.shown(place)
         once = {"source": shown, "mode": "new", "rehash": False}
-        command = build_of(self.workspace, form.model_copy(update=once)).plan
-        check = self._checks[id(source)] = Check(self.checks, command, self.workspace.folder, source.take_check)
-        check.start()
-        return check
+        return source.start_check(build_of(self.workspace, form.model_copy(update=once)).plan)
 
 
 def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
@@ -121,6 +118,7 @@ def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
     _add_images(router, sources, thumbnails)
     _add_edits(router, sources)
     _add_checks(router, sources)
+    upload.routes_of(workspace, router)
     return router
 
 
@@ -132,22 +130,48 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
         found = search.find(workspace)
         return {
             "default": workspace.default_source,
-            "sources": [{"source": workspace.shown(path), "images": images} for path, images in found.sources],
+            "sources": [
+                {
+                    "source": workspace.shown(each.path),
+                    "images": each.images,
+                    "more": not each.is_whole,
+                    "first": list(map(workspace.shown, each.first)),
+                }
+                for each in found.sources
+            ],
             "caches": list(map(workspace.shown, found.caches)),
             "runs": [runs.about(workspace, run) for run in found.runs[:MOST_RUNS]],
         }
+
+    @router.get("/overview")
+    def overview(source: Text) -> dict[str, Any]:
+        """How many rows a source has, and how many of them have problems, or why it cannot be read.
+
+        Null where that would take long: sources of many images are listed when they are opened.
+        """
+        place = sources.workspace.inside(source)
+        known = next((each for each in search.find(sources.workspace).sources if each.path == place), None)
+        if known is None or not known.is_whole or known.images > MOST_AT_ONCE or not known.images:
+            return {"rows": None, "problems": None, "error": None}
+        try:
+            check_links(place, sources.workspace.is_inside)
+            listing = list_source(place, **reading(sources.workspace.settings().data))
+        except SourceError as error:
+            return {"rows": None, "problems": None, "error": plain(error.fault)}
+        faulty = sum(bool(entry.problems) for entry in listing.entries) + len(listing.other_problems)
+        return {"rows": len(listing.entries), "problems": faulty, "error": None}
 
     @router.get("")
     def summary(source: Text) -> dict[str, Any]:
         opened = sources.get(source)
         opened.look()
-        return summary_of(opened, sources.check(opened))
+        return summary_of(opened)
 
     @router.post("/reload")
     def reload(body: OfSource) -> dict[str, Any]:
         opened = sources.get(body.source)
         opened.list_again()
-        return summary_of(opened, sources.check(opened))
+        return summary_of(opened)
 
     @router.get("/rows")
     def rows(
@@ -201,14 +225,19 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> 
         size: Literal["thumbnail", "whole", "overlay"] = "thumbnail",
         v: Text = "",
     ) -> Response:
-        found = image_at(sources.get(source).readable(row), role)
+        opened = sources.get(source)
+        found = image_at(opened.readable(row), role)
         version = version_of(found)
         tag, is_mask = f'"{version}-{size}"', role == "mask"
         headers = {"ETag": tag, "Cache-Control": FOREVER if v == version else "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
         if size == "thumbnail":
-            return Response(thumbnails.get(found, is_mask=is_mask), headers=headers, media_type="image/jpeg")
+            try:
+                return Response(thumbnails.get(found, is_mask=is_mask), headers=headers, media_type="image/jpeg")
+            except SourceError as error:
+                opened.note(opened.entry(row), found, error)
+                raise
         if size == "overlay" and not is_mask:
             raise RefusedError(422, "only a mask has an overlay", "ask for the role mask")
         data = overlay(found) if size == "overlay" else whole(found, is_mask=is_mask)
@@ -256,7 +285,9 @@ def _add_checks(router: APIRouter, sources: Sources) -> None:
 
     @router.post("/check/stop")
     def stop_check(body: OfSource) -> dict[str, Any]:
-        sources.checks.end(KEY)
+        opened = sources.get(body.source)
+        if opened.check is not None:
+            opened.check.stop()
         return {}
 
     @router.post("/scan")
@@ -275,7 +306,7 @@ def _add_checks(router: APIRouter, sources: Sources) -> None:
 # ---- as JSON ---------------------------------------------------------------------------------------------------------
 
 
-def summary_of(opened: OpenSource, check: Check | None) -> dict[str, Any]:
+def summary_of(opened: OpenSource) -> dict[str, Any]:
     """The part of the page above the rows."""
     is_ready = opened.state == "ready"
     editor = opened.editor() if is_ready else None
@@ -295,7 +326,7 @@ def summary_of(opened: OpenSource, check: Check | None) -> dict[str, Any]:
         "groups": IN_GROUPS,
         "general": [problem_json(opened, problem) for problem in general[:MOST_GENERAL]],
         "general_count": len(general),
-        "check": None if check is None else check.as_json(),
+        "check": None if opened.check is None else opened.check.as_json() | {"unseen": opened.unseen()},
         "scan": None if opened.scan is None else opened.scan.as_json(),
     }
 
@@ -304,12 +335,8 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
     """A row as the page shows it."""
     entry = opened.entry(row)
     findings = opened.scan.findings if opened.scan else None
-    reason = findings.reasons.get(row) if findings else None
     problems = [problem_json(opened, problem) for problem in opened.problems_of(entry)]
-    if reason is not None and not problems:
-        problems.append(
-            {"where": opened.shown(entry.where), "what": reason, "do": "replace the file, or leave the row out"}
-        )
+    images = [{"role": role, "v": version_of(image_at(entry, role))} for role in roles_of(entry)]
     return {
         "row": row,
         "name": entry.name,
@@ -319,9 +346,9 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
         "phrase": entry.phrase,
         "left_out": entry.is_left_out,
         "problems": problems,
-        "changed": entry.where in opened.changed_since_check,
+        "changed": opened.has_changed(entry, joined_versions([image["v"] for image in images])),
         "findings": list(findings.by_row.get(row, ())) if findings else [],
-        "images": [{"role": role, "v": version_of(image_at(entry, role))} for role in roles_of(entry)],
+        "images": images,
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qwen_cache.errors import OutdatedError, Problem, QwenCacheError, SourceError
+from qwen_cache.errors import Problem, QwenCacheError, SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.sections import DataConfig
@@ -31,13 +30,15 @@ from qwen_cache.sources.detect import (
     reading,
     without_gc,
 )
-from qwen_cache.sources.editing import ChangedError, Editor, open_editor
-from qwen_cache.sources.places import IMAGE_EXTENSIONS
+from qwen_cache.sources.editing import ChangedError, Editor, open_editor, table_hash
+from qwen_cache.sources.places import IMAGE_EXTENSIONS, File
 from qwen_cache.sources.rows import Draft, Readable
+from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.remote import Location, is_remote
+from qwen_train.ui.check import Check, KeptBuild, PlanCheck, read_kept, write_kept
 from qwen_train.ui.job import Command
-from qwen_train.ui.jobs import Checked, Checks
-from qwen_train.ui.scan import Scan, StoppedError, areas
+from qwen_train.ui.jobs import Checks
+from qwen_train.ui.scan import Facts, Scan, StoppedError, areas, fault_of, faults_of, version_of_images
 from qwen_train.ui.workspace import Workspace
 
 # ---- inside ----------------------------------------------------------------------------------------------------------
@@ -92,9 +93,9 @@ def check_links(source: Path, is_inside: IsInside) -> None:
     while waiting:
         with os.scandir(waiting.pop()) as entries:
             for entry in entries:
-                is_link = entry.is_symlink()
-                if entry.name[0] == "." or not (is_link or entry.is_dir()):
+                if entry.is_file(follow_symlinks=False) or entry.name[0] == ".":
                     continue
+                is_link = entry.is_symlink()
                 is_folder = False
                 with suppress(OSError):  # a link to itself
                     is_folder = entry.is_dir()
@@ -203,65 +204,6 @@ def positions(view: View, entries: Sequence[Entry], text: Callable[[int], str], 
     return chosen[np.argsort(-keys if view.sort in ("longest", "largest") else keys, kind="stable")]
 
 
-# ---- check -----------------------------------------------------------------------------------------------------------
-# The check of a source: `qwen-cache build --dry-run --json` in a process of its own, and the problems it lists.
-
-KEY = "data-check"
-
-
-def located(where: str, folder: Path) -> str:
-    """The place of a problem as a list of the source has it, which begins with an absolute path."""
-    return where if "://" in where else os.path.join(folder, where)
-
-
-class Check:
-    """A check that runs in a thread; `found` gets the problems."""
-
-    def __init__(
-        self, checks: Checks, command: Command, folder: Path, found: Callable[[Sequence[Problem]], object]
-    ) -> None:
-        """`folder` is where the command runs: the places of its problems begin there."""
-        self.command, self.folder, self.state, self.message, self.summary = command, folder, "running", "", ""
-        self._checks, self._found, self._began = checks, found, time.monotonic()
-        self.seconds = 0.0
-
-    def start(self) -> None:
-        threading.Thread(target=self._run, name="check", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._take(self._checks.check(self.command, KEY))
-        except OutdatedError:
-            self.state = "stopped"
-        except (QwenCacheError, OSError) as error:
-            self.state, self.message = "failed", str(error)
-        self.seconds = time.monotonic() - self._began
-
-    def _take(self, checked: Checked) -> None:
-        document = checked.document
-        if not isinstance(document, dict) or "problems" not in document:
-            self.state, self.message = "failed", checked.message or f"the command ended with {checked.code}"
-            return
-        problems = [
-            Problem(located(each["where"], self.folder), each["what"], each["do"]) for each in document["problems"]
-        ]
-        self._found(problems)
-        encode, cached = document.get("to_encode", 0), document.get("cached", 0)
-        self.summary = f"{encode:,} to encode, {cached:,} in the cache"
-        refused = [each["what"] for each in document.get("refused", ()) if not (problems and "problem" in each["what"])]
-        self.state, self.message = "done", os.linesep.join(refused)
-
-    def as_json(self) -> dict[str, Any]:
-        seconds = time.monotonic() - self._began if self.state == "running" else self.seconds
-        return {
-            "state": self.state,
-            "message": self.message,
-            "summary": self.summary,
-            "line": self.command.line,
-            "seconds": round(seconds, 1),
-        }
-
-
 # ---- opened ----------------------------------------------------------------------------------------------------------
 # A source as the Data page sees it: listed in a thread, listed again when its files change, edited row by row.
 #
@@ -276,15 +218,18 @@ CHANGED = RefusedError(409, "this row has changed meanwhile", "look at it as it 
 
 def version_of_entry(entry: Entry) -> str:
     """A name of what the page shows of a row."""
-    shown = (entry.names, entry.prompts, entry.phrase, entry.is_left_out, str(entry.mask))
-    return content_hash(repr(shown).encode("utf-8", "backslashreplace"))[:12]
+    return content_hash(repr(_shown_of(entry)).encode("utf-8", "backslashreplace"))[:12]
+
+
+def _shown_of(entry: Entry) -> tuple[object, ...]:
+    return entry.names, entry.prompts, entry.phrase, entry.is_left_out, str(entry.mask)
 
 
 class OpenSource:
     """The rows of a source, and what is known of them."""
 
-    def __init__(self, place: Location, data: DataConfig, workspace: Workspace) -> None:
-        self.place, self.data, self.workspace = place, data, workspace
+    def __init__(self, place: Location, data: DataConfig, workspace: Workspace, checks: Checks) -> None:
+        self.place, self.data, self.workspace, self.checks = place, data, workspace, checks
         self.top, self.folder = workspace.folder, workspace.state
         self.entries: list[Entry] = []
         self.state = "listing"
@@ -292,13 +237,20 @@ class OpenSource:
         self.general: list[Problem] = []
         self.order = self.revision = 0
         self.scan: Scan | None = None
+        self.check: Check | None = None
         self.checked: Mapping[str, Sequence[Problem]] = {}
-        """The problems of the last check by `Problem.where`."""
+        """The problems of the last plan of a build by `Problem.where`."""
         self.changed_since_check: set[str] = set()
+        self.seen: dict[str, str] = {}
+        """The version of the images that were looked at, by the row's place."""
+        self.faults: dict[str, tuple[str, tuple[Problem, ...]]] = {}
+        """What is wrong with the images of a row, and their version then, by the row's place."""
         self.lock = threading.RLock()
         self._is_listing = self._is_closed = False
         self._edits = 0
         self._editor: Editor | SourceError | None = None
+        self._table = ""
+        """The content hash of the table that was listed."""
         self._stamp: object = None
         self._watched: Sequence[Path] = ()
         self._texts: dict[int, str] = {}
@@ -324,8 +276,9 @@ class OpenSource:
     def close(self) -> None:
         """End what runs for this source."""
         self._is_closed = True
-        if self.scan is not None:
-            self.scan.stop()
+        for each in (self.scan, self.check):
+            if each is not None:
+                each.stop()
 
     @property
     def is_listing(self) -> bool:
@@ -360,6 +313,7 @@ class OpenSource:
             settings = reading(self.data)
             while True:
                 edits, stamp, needs = self._edits, self._stamp_now(), needs_of(**settings)
+                table = table_hash(self.place)
                 if not is_remote(self.place):
                     check_links(self.place, self.workspace.is_inside)
                 drafts, empty = drafts_of(self.place, needs), settings["allow_empty_prompt"]
@@ -367,6 +321,7 @@ class OpenSource:
                     content = read_drafts(drafts, str(self.place), needs, allow_empty_prompt=empty, on_draft=take)
                 with self.lock:
                     if edits == self._edits:
+                        self._table = table if table_hash(self.place) == table else ""
                         listing = Listing(str(self.place), tuple(found), tuple(content.problems))
                         self._settle(listing, found, stamp, is_first=is_first)
                         return
@@ -400,6 +355,8 @@ class OpenSource:
         self._stamp = stamp if watched == self._watched else self._stamp_now()
         self._is_listing = False
         self.revision += 1
+        if is_first:
+            threading.Thread(target=self._recall, name="recall", daemon=True).start()
 
     def _files(self) -> Sequence[Path]:
         """The folders and files that change when the source does."""
@@ -408,15 +365,19 @@ class OpenSource:
         if not self.place.is_dir():
             return (self.place,)
         names = (*METADATA_TABLES, left_out.LIST)
-        found = dict.fromkeys([self.place, *(self.place / name for name in names)])
+        found = dict.fromkeys(map(str, [self.place, *(self.place / name for name in names)]))
         for entry in self.entries:
+            if len(found) > WATCHED:
+                break
             for image in (entry.target, *entry.controls[:1]):
-                if image is None or len(found) > WATCHED:
-                    continue
                 # The folder of an image in a file of its own, or the file that holds it.
-                files = [file for file in getattr(image, "files", ()) if not is_remote(file)]
-                found.update(dict.fromkeys(file if str(file) != str(image) else file.parent for file in files))
-        return tuple(found)
+                if isinstance(image, File):
+                    if image.local is not None:
+                        found[os.path.dirname(image.local)] = None
+                elif image is not None:
+                    files: Sequence[Location] = getattr(image, "files", ())
+                    found.update(dict.fromkeys(str(file) for file in files if not is_remote(file)))
+        return tuple(map(Path, found))
 
     def _stamp_now(self) -> object:
         def state(path: Path) -> object:
@@ -444,7 +405,7 @@ class OpenSource:
         """The problems of a row, by the listing and the last check."""
         if entry.is_left_out:
             return []
-        known = {problem.what: problem for problem in entry.problems}
+        known = {problem.what: problem for problem in (*entry.problems, *self._faults_of(entry))}
         if entry.where not in self.changed_since_check:
             known |= {problem.what: problem for problem in self.checked.get(entry.where, ())}
         return list(known.values())
@@ -495,7 +456,11 @@ class OpenSource:
                 row
                 for row, entry in rows
                 if not entry.is_left_out
-                and (entry.problems or (entry.where in self.checked and entry.where not in self.changed_since_check))
+                and (
+                    entry.problems
+                    or (entry.where in self.checked and entry.where not in self.changed_since_check)
+                    or self._faults_of(entry)
+                )
             )
 
     def _text(self, row: int) -> str:
@@ -504,6 +469,36 @@ class OpenSource:
         return self._texts[row]
 
     # ---- check and scan ----------------------------------------------------------------------------------------------
+
+    def has_changed(self, entry: Entry, version: str) -> bool:
+        """True if a row was checked, and is another now; `version` is that of its images."""
+        return entry.where in self.changed_since_check or self.seen.get(entry.where, version) != version
+
+    def unseen(self) -> int:
+        """How many rows there are whose images nobody has looked at."""
+        return sum(entry.where not in self.seen for entry in self.entries)
+
+    def note(self, entry: Entry, image: Readable, error: SourceError) -> None:
+        """Take note of an image of a row that turned out to be broken, such as for its thumbnail."""
+        with self.lock:
+            if entry.where not in self.faults:
+                self._take_faults(entry, version_of_images(entry), [(image, *fault_of(error))])
+                self.revision += 1
+
+    def _take_faults(self, entry: Entry, version: str, faults: Sequence[tuple[Readable, str, str]]) -> None:
+        problems = []
+        for image, what, do in faults:
+            named = what if str(image) == entry.where else f"{self.shown(str(image))}: {what}"
+            problems.append(Problem(entry.where, named, do))
+        if problems:
+            self.faults[entry.where] = version, tuple(problems)
+        else:
+            self.faults.pop(entry.where, None)
+
+    def _faults_of(self, entry: Entry) -> Sequence[Problem]:
+        """The known faults of a row's images, unless they have changed."""
+        version, problems = self.faults.get(entry.where, ("", ()))
+        return problems if problems and version == version_of_images(entry) else ()
 
     def take_check(self, problems: Sequence[Problem]) -> None:
         """The problems that a check found."""
@@ -515,17 +510,119 @@ class OpenSource:
             self.revision += 1
 
     def start_scan(self) -> Scan:
-        """A new scan of all rows, unless one is running."""
-        if self.state != "ready":
-            raise RefusedError(409, "the source is not listed yet", "wait for its list")
+        """A new scan of all rows for duplicates and outliers, unless one is running."""
+        self._need_list()
         with self.lock:
             if self.scan is None or self.scan.state != "running":
-                store = self.folder / "scan" / content_hash(str(self.place).encode("utf-8", "surrogateescape"))
-                area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
-                entries = tuple(self.entries)
-                self.scan = Scan(entries, lambda entry: readable(entry, is_inside), store, area, self._touch)
-                self.scan.start()
+                scan = self.scan = self._scan(lambda: self._end_scan(scan))
+                scan.start()
             return self.scan
+
+    def start_check(self, command: Command | None) -> Check:
+        """A new check: of all images, and if a `command` is given, of the build that it plans."""
+        self._need_list()
+        plan = PlanCheck(self.checks, command, self.workspace.folder, self.take_check) if command else None
+        with self.lock:
+            if self.check is not None:
+                self.check.stop()
+            check = self.check = Check(self._scan(lambda: None, finds=False), plan)
+            if plan is None:
+                self.checked, self.changed_since_check = {}, set()
+            key = self._key(command)
+        check.start(lambda: self._end_check(check, key))
+        return check
+
+    def _need_list(self) -> None:
+        if self.state != "ready":
+            raise RefusedError(409, "the source is not listed yet", "wait for its list")
+
+    def _scan(self, ended: Callable[[], object], *, finds: bool = True, reads: bool = True) -> Scan:
+        area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
+        resolution = Resolution.of(self.data)
+
+        def seen(entry: Entry, version: str, facts: Facts) -> None:
+            faults = list(faults_of(facts, resolution))
+            with self.lock:
+                had = entry.where in self.faults
+                self.seen[entry.where] = version
+                self._take_faults(entry, version, faults)
+                self.revision += bool(faults) or had
+
+        def look(entry: Entry) -> Entry:
+            return readable(entry, is_inside)
+
+        return Scan(tuple(self.entries), look, self._state_of("scan"), area, seen, ended, finds=finds, reads=reads)
+
+    def _state_of(self, name: str) -> Path:
+        """A file about this source in the state folder."""
+        return self.folder / name / content_hash(str(self.place).encode("utf-8", "surrogateescape"))
+
+    # ---- over a restart ----------------------------------------------------------------------------------------------
+
+    def _end_scan(self, scan: Scan) -> None:
+        self.revision += 1
+        if scan.state == "done":
+            self._keep(has_scanned=True)
+
+    def _end_check(self, check: Check, key: str) -> None:
+        self.revision += 1
+        if check.state != "done":
+            return
+        plan, build = check.plan, None
+        if plan and self._key(plan.command) == key:
+            problems = [(each.where, each.what, each.do) for each in plan.problems]
+            build = KeptBuild(key=key, arguments=[*plan.command.arguments], problems=problems)
+        self._keep(has_checked=True, build=build)
+
+    def _keep(self, **changes: Any) -> None:
+        file = self._state_of("checks")
+        with self.lock:
+            write_kept(file, read_kept(file, self._settings).model_copy(update=changes))
+
+    @property
+    def _settings(self) -> str:
+        return content_hash(self.data.model_dump_json().encode())
+
+    def _key(self, command: Command | None) -> str:
+        """A hash of all that the problems of a build depend on: its command, the settings, the model, and every row."""
+        if command is None:
+            return ""
+        config = self.workspace.settings()
+        words = [command.line, config.model_dump_json()]
+        for word in (*command.arguments, config.model.path or ""):
+            with suppress(OSError):
+                folder = self.workspace.folder / word
+                words += [f"{each.name} {each.stat().st_mtime_ns}" for each in sorted(folder.iterdir())] if word else []
+        words += [f"{entry.where} {version_of_entry(entry)} {version_of_images(entry)}" for entry in self.entries]
+        return content_hash("\n".join(words).encode("utf-8", "backslashreplace"))
+
+    def _recall(self) -> None:
+        """Find again what was found before a restart: from what is remembered of the images, without reading them."""
+        kept = read_kept(self._state_of("checks"), self._settings)
+        if not (kept.has_checked or kept.has_scanned):
+            return
+        with self.lock:
+            if self.scan is not None or self.check is not None:
+                return
+            images = self._scan(self._touch, finds=kept.has_scanned, reads=False)
+        images.start()
+        images.wait()
+        with self.lock:
+            if images.state != "done" or self.scan is not None or self.check is not None:
+                return
+            self.scan = images if kept.has_scanned else None
+            if kept.has_checked:
+                self.check = Check(images, self._recalled(kept.build), is_kept=True)
+            self.revision += 1
+
+    def _recalled(self, build: KeptBuild | None) -> PlanCheck | None:
+        """The plan that was kept, with its problems, unless anything that these depend on is another."""
+        command = Command("qwen-cache", tuple(build.arguments)) if build else None
+        if build is None or command is None or self._key(command) != build.key:
+            return None
+        problems = [Problem(*each) for each in build.problems]
+        self.take_check(problems)
+        return PlanCheck.kept(self.checks, command, self.workspace.folder, problems)
 
     def _touch(self) -> None:
         self.revision += 1
@@ -544,7 +641,8 @@ class OpenSource:
             elif self._editor is None:
                 name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
                 try:
-                    self._editor = open_editor(self.place, self.folder / "kept" / name, **reading(self.data))
+                    kept = self.folder / "kept" / name
+                    self._editor = open_editor(self.place, kept, self._table, **reading(self.data))
                 except SourceError as error:
                     self._editor = error
             return self._editor
@@ -579,8 +677,7 @@ class OpenSource:
                     self._replace(chosen, editor.set_left_out([self.entry(row) for row in chosen], is_left_out))
 
     def _writing(self) -> Editor:
-        if self.state != "ready":
-            raise RefusedError(409, "the source is not listed yet", "wait for its list")
+        self._need_list()
         editor = self.editor()
         if isinstance(editor, SourceError):
             raise editor
@@ -588,7 +685,7 @@ class OpenSource:
 
     def _replace(self, rows: Sequence[int], new: Sequence[Entry]) -> None:
         for row, entry in zip(rows, new, strict=True):
-            if version_of_entry(entry) != version_of_entry(self.entries[row]):
+            if self.check and self.check.plan and _shown_of(entry) != _shown_of(self.entries[row]):
                 self.changed_since_check.add(entry.where)
             self.entries[row] = entry
             self._texts.pop(row, None)

@@ -1,8 +1,9 @@
-"""A scan of a source's images, and images for the browser."""
+"""A look at all images of a source: faults, duplicates, outliers; and images for the browser."""
 
 from __future__ import annotations
 
 import io
+import json
 import os
 import struct
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -28,24 +30,27 @@ from qwen_cache.extras import __version__
 from qwen_cache.format.identity import content_hash
 from qwen_cache.sources.detect import Entry
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
+from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Readable
+from qwen_cache.sources.sizes import Resolution, Size, SourceImage, mask_fault, sizes_of
 from qwen_cache.storage.files import replace, unless_in_use
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_train.ui.workspace import decoded
 
 # ---- scan ------------------------------------------------------------------------------------------------------------
-# Duplicates and outliers of a source, found in a thread that yields to everything else.
+# All images of a source are decoded, in a thread that yields to everything else: for the faults of each row, and for
+# duplicates and outliers.
 #
-# What is learned of an image is remembered by its file in the state folder, so a second scan reads what has changed. A
-# finding is a question, not a fault. Near-duplicates are those of `inspect/flags.py`, limits those of
-# `inspect/flags.py` where it has one.
+# What is learned of an image is remembered by its file in the state folder, so a second scan reads what has changed,
+# and one after a restart nothing. A finding is a question, not a fault. Near-duplicates are those of
+# `inspect/flags.py`, limits too where it has one.
 
 FINDINGS = {
     "repeated_target": "the same target in several rows",
     "near_duplicate": "targets that are nearly the same",
     "identity_pair": "a control that is the target: nothing is edited",
-    "unreadable": "a target or mask that cannot be decoded, or an image that is missing",
+    "unreadable": "an image that cannot be decoded, or is missing",
     "tiny": "a target that has to be enlarged to more than four times its area",
     "unusual_size": "a target much larger or smaller than the others",
     "unusual_shape": "a target much wider or taller than the others",
@@ -61,6 +66,7 @@ EMPTY = 0.001
 ENLARGED = 4  # from here on a target is mostly invented pixels
 FACTOR = 2  # of shapes, and the square of it of areas: less is usual even where all others are equal
 FACTS = struct.Struct("<16sIIf")  # content hash, width, height, mean of a mask
+FINE, BROKEN = b"\0", b"\1"
 WORKERS = max(1, min(4, (os.cpu_count() or 1) - 1))
 AT_ONCE = 64  # rows that are read ahead
 
@@ -75,21 +81,42 @@ class Findings:
     groups: Mapping[str, Sequence[Sequence[int]]]
     pixels: Floats
     """Pixels of each target; NaN where it is not known."""
-    reasons: Mapping[int, str]
-    """Why an image of a row cannot be read."""
     by_row: Mapping[int, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts that a scan learns of the images of a row."""
+class Known:
+    """The facts of an image, or why it has none."""
 
-    target: str | None = None
-    size: tuple[int, int] = (0, 0)
+    image: Readable
+    digest: str = ""
+    size: Size = (0, 0)
+    mean: float = 0
+    """Of a mask, 0 to 1."""
     signature: bytes = b""
-    controls: tuple[str, ...] = ()
-    coverage: float | None = None
-    reason: str | None = None
+    fault: tuple[str, str] | None = None
+    """What is wrong, and what to do."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of the images of a row."""
+
+    target: Known | None = None
+    controls: tuple[Known, ...] = ()
+    mask: Known | None = None
+
+    @property
+    def images(self) -> list[Known]:
+        return [each for each in (self.target, *self.controls, self.mask) if each is not None]
+
+    @property
+    def is_broken(self) -> bool:
+        return any(each.fault for each in self.images)
+
+
+class UnknownError(Exception):
+    """An image would have to be read."""
 
 
 class StoppedError(Exception):
@@ -97,7 +124,7 @@ class StoppedError(Exception):
 
 
 class Scan:
-    """A scan of the rows of a source, which `start` begins."""
+    """A look at the rows of a source, which `start` begins."""
 
     def __init__(
         self,
@@ -105,18 +132,30 @@ class Scan:
         readable: Callable[[Entry], Entry],
         store: Path,
         area: int,
+        seen: Callable[[Entry, str, Facts], object],
         ended: Callable[[], object],
+        *,
+        finds: bool = True,
+        reads: bool = True,
     ) -> None:
-        """`readable` gives a row whose images may be read; `area` is what images are enlarged to, in pixels; `ended` is
-        called at the end."""
+        """`readable` gives a row whose images may be read; `area` is what images are enlarged to, in pixels. `seen`
+        gets each row with the version of its images and their facts; `ended` is called at the end. `finds`: duplicates
+        and outliers too. Without `reads`, rows whose images are not remembered are left out, and counted as `unknown`.
+        """
+        self._seen, self.finds, self._reads, self.unknown = seen, finds, reads, 0
         self.entries, self.readable, self.area, self.store, self._ended = entries, readable, area, store, ended
         self.state, self.what, self.error = "running", "reading images", ""
-        self.done, self.total, self.began = 0, len(entries), time.monotonic()
+        self.done, self.total, self.began, self.seconds = 0, len(entries), time.monotonic(), 0.0
         self.findings: Findings | None = None
         self._stops = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="scan", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="scan", daemon=True).start()
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until the end of a scan that was started."""
+        self._thread.join()
 
     def stop(self) -> None:
         self._stops.set()
@@ -129,20 +168,26 @@ class Scan:
             "error": self.error,
             "done": self.done,
             "total": self.total,
-            "seconds": round(time.monotonic() - self.began, 1),
+            "unknown": self.unknown,
             "found": found,
         }
 
     def _run(self) -> None:
         try:
             yield_to_others()
-            self.findings = self._findings(self._facts())
+            facts = self._facts()
+            if self.finds:
+                self.findings = self._findings(facts)
+            self.seconds = time.monotonic() - self.began
             self.state = "done"
         except StoppedError:
             self.state = "stopped"
         except (QwenCacheError, OSError, MemoryError) as error:
             self.state, self.error = "failed", str(error)
-        self._ended()
+        finally:
+            if self.state == "running":
+                self.state, self.error = "failed", "an error of this program: see its terminal"
+            self._ended()
 
     def _advance(self, count: int) -> None:
         self.done += count
@@ -150,24 +195,35 @@ class Scan:
             raise StoppedError
 
     def _facts(self) -> list[Facts]:
-        memory = RememberedFiles(f"scan 1, qwen-cache {__version__}, Pillow {PIL.__version__}", self.store)
-        facts: list[Facts] = []
+        memory = RememberedFiles(f"scan 2, qwen-cache {__version__}, Pillow {PIL.__version__}", self.store)
+        found: list[Facts] = []
+
+        def look(entry: Entry) -> tuple[str, Facts | None]:
+            version = version_of_images(entry)
+            with suppress(UnknownError):
+                return version, facts_of(self.readable(entry), memory, reads=self._reads)
+            return version, None
+
         with ThreadPoolExecutor(WORKERS, "scan", yield_to_others) as pool, memory.saved():
             for begin in range(0, len(self.entries), AT_ONCE):
                 chunk = self.entries[begin : begin + AT_ONCE]
-                for each in pool.map(lambda entry: facts_of(self.readable(entry), memory), chunk):
-                    facts.append(each)
+                for entry, (version, facts) in zip(chunk, pool.map(look, chunk), strict=True):
+                    found.append(facts or Facts())
+                    if facts is None:
+                        self.unknown += 1
+                    else:
+                        self._seen(entry, version, facts)
                     self._advance(1)
-        return facts
+        return found
 
     def _findings(self, facts: Sequence[Facts]) -> Findings:
         of_target: dict[str, list[int]] = defaultdict(list)
         for row, each in enumerate(facts):
-            if each.target is not None:
-                of_target[each.target].append(row)
+            if each.target is not None and each.target.digest:
+                of_target[each.target.digest].append(row)
         repeated = [group for group in of_target.values() if len(group) > 1]
         groups = {"repeated_target": repeated, "near_duplicate": self._near(facts, of_target)}
-        sizes = np.array([each.size for each in facts], np.float64).reshape(-1, 2)
+        sizes = np.array([each.target.size if each.target else (0, 0) for each in facts], np.float64).reshape(-1, 2)
         sizes[sizes == 0] = np.nan
         flags: dict[str, Sequence[int]] = {name: [row for group in groups[name] for row in group] for name in groups}
         flags |= _of_images(facts, sizes, self.area) | _of_prompts(self.entries)
@@ -175,17 +231,17 @@ class Scan:
         for name in FINDINGS:
             for row in flags[name]:
                 by_row[row].append(name)
-        reasons = {row: each.reason for row, each in enumerate(facts) if each.reason is not None}
         pixels: Floats = sizes.prod(axis=1)
-        return Findings(flags, groups, pixels, reasons, by_row)
+        return Findings(flags, groups, pixels, by_row)
 
     def _near(self, facts: Sequence[Facts], firsts: Mapping[str, Sequence[int]]) -> list[list[int]]:
         """Groups of rows whose targets resemble each other, equal ones once each."""
         from qwen_cache.inspect.flags import SIDE, near_duplicates
 
-        shown = [rows[0] for rows in firsts.values() if facts[rows[0]].signature]
+        of_rows = {rows[0]: target.signature for rows in firsts.values() if (target := facts[rows[0]].target)}
+        shown = [row for row, signature in of_rows.items() if signature]
         self.what, self.done, self.total = "comparing images", 0, len(shown)
-        signatures = np.frombuffer(b"".join(facts[row].signature for row in shown), np.uint8)
+        signatures = np.frombuffer(b"".join(of_rows[row] for row in shown), np.uint8)
         found = near_duplicates(signatures.reshape(-1, SIDE, SIDE, 3), self._advance)
         return [sorted(shown[position] for position in group) for group in found]
 
@@ -197,38 +253,74 @@ def yield_to_others() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def facts_of(entry: Entry, memory: RememberedFiles) -> Facts:
-    """The facts about a row's images, remembered or read from them."""
+def facts_of(entry: Entry, memory: RememberedFiles, *, reads: bool = True) -> Facts:
+    """The facts about a row's images, remembered or read; without `reads`, UnknownError in place of reading."""
+    known = partial(_known, memory, reads)
+    target = None if entry.target is None else known("target", entry.target)
+    controls = tuple(known("control", control) for control in entry.controls)
+    return Facts(target, controls, None if entry.mask is None else known("mask", entry.mask))
+
+
+def _known(memory: RememberedFiles, reads: bool, role: str, image: Readable) -> Known:
+    def read() -> bytes:
+        if not reads:
+            raise UnknownError
+        return _read(role, image)
+
     try:
-        target = None if entry.target is None else _known(memory, "target", entry.target)
-        controls = tuple(_known(memory, "control", control)[0] for control in entry.controls)
-        mask = None if entry.mask is None else _known(memory, "mask", entry.mask)
-    except QwenCacheError as error:
-        return Facts(reason=f"{error.where or entry.where}: {error.fault}")
-    coverage = None if mask is None else mask[3]
-    if target is None:
-        return Facts(controls=controls, coverage=coverage)
-    return Facts(target[0], target[1:3], target[4], controls, coverage)
-
-
-def _known(memory: RememberedFiles, role: str, image: Readable) -> tuple[str, int, int, float, bytes]:
-    data = memory.read(role, str(image), getattr(image, "files", ()), lambda: _read(role, image))
-    digest, width, height, mean = FACTS.unpack_from(data)
-    return digest.hex(), width, height, mean, data[FACTS.size :]
+        data = memory.read(role, str(image), getattr(image, "files", ()), read)
+    except QwenCacheError as error:  # it may be there the next time
+        return Known(image, fault=fault_of(error))
+    if data[:1] == BROKEN:
+        what, do = json.loads(data[1:])
+        return Known(image, fault=(what, do))
+    digest, width, height, mean = FACTS.unpack_from(data, 1)
+    return Known(image, digest.hex(), (width, height), mean, data[1 + FACTS.size :])
 
 
 def _read(role: str, image: Readable) -> bytes:
+    """The facts of an image as bytes, or its fault."""
     from qwen_cache.inspect.flags import thumbnail_signature
 
     data = image.read()
     digest = bytes.fromhex(content_hash(data))
-    if role == "control":
-        return FACTS.pack(digest, 0, 0, 0)
-    if role == "mask":
-        with decoded(data, str(image), open_mask) as mask:
-            return FACTS.pack(digest, *mask.size, float(np.asarray(mask).mean()) / 255)
-    with decoded(data, str(image), open_rgb) as pixels:
-        return FACTS.pack(digest, *pixels.size, 0) + thumbnail_signature(pixels).tobytes()
+    try:
+        if role == "mask":
+            with decoded(data, str(image), open_mask) as mask:
+                return FINE + FACTS.pack(digest, *mask.size, float(np.asarray(mask).mean()) / 255)
+        with decoded(data, str(image), open_rgb) as pixels:
+            signature = thumbnail_signature(pixels).tobytes() if role == "target" else b""
+            return FINE + FACTS.pack(digest, *pixels.size, 0) + signature
+    except SourceError as error:
+        return BROKEN + json.dumps(fault_of(error)).encode()
+
+
+def fault_of(error: QwenCacheError) -> tuple[str, str]:
+    """The fault of an image, and what to do."""
+    return error.fault, error.do or "replace the file, or leave the row out"
+
+
+def faults_of(facts: Facts, resolution: Resolution) -> Iterator[tuple[Readable, str, str]]:
+    """The faults of a row's images that `build` finds for any model: the image, what is wrong, and what to do.
+
+    Nothing about files that are missing: the list of the source says that.
+    """
+    for each in facts.images:
+        path = each.image.local if isinstance(each.image, File) else None
+        if each.fault and (path is None or os.path.isfile(path)):
+            yield each.image, *each.fault
+    originals = [SourceImage(str(each.image), each.size) for each in (facts.target, *facts.controls) if each]
+    if facts.is_broken or facts.target is None:
+        return
+    try:
+        sizes_of(originals, resolution)
+    except SourceError as error:
+        at_fault = next(
+            (each.image for each in facts.images if str(each.image) == str(error.where)), facts.target.image
+        )
+        yield at_fault, *fault_of(error)
+    if facts.mask and (fault := mask_fault(facts.mask.size, facts.target.size)):
+        yield facts.mask.image, *fault
 
 
 # ---- findings --------------------------------------------------------------------------------------------------------
@@ -238,10 +330,11 @@ def _of_images(facts: Sequence[Facts], sizes: Floats, area: int) -> dict[str, Se
     from qwen_cache.inspect.flags import FULL
 
     width, height = sizes[:, 0], sizes[:, 1]
-    coverage = np.array([np.nan if each.coverage is None else each.coverage for each in facts], np.float64)
+    masks = (each.mask for each in facts)
+    coverage = np.array([np.nan if each is None or each.fault else each.mean for each in masks], np.float64)
     which = {
-        "identity_pair": np.array([each.target is not None and each.target in each.controls for each in facts], bool),
-        "unreadable": np.array([each.reason is not None for each in facts], bool),
+        "identity_pair": np.array([_is_identity(each) for each in facts], bool),
+        "unreadable": np.array([each.is_broken for each in facts], bool),
         "tiny": width * height * ENLARGED < area,
         "unusual_size": _far(np.log(width * height), 2 * np.log(FACTOR)),
         "unusual_shape": _far(np.log(width / height), np.log(FACTOR)),
@@ -249,6 +342,11 @@ def _of_images(facts: Sequence[Facts], sizes: Floats, area: int) -> dict[str, Se
         "full_mask": coverage > FULL,
     }
     return {name: np.flatnonzero(each).tolist() for name, each in which.items()}
+
+
+def _is_identity(facts: Facts) -> bool:
+    target = facts.target.digest if facts.target else ""
+    return bool(target) and any(each.digest == target for each in facts.controls)
 
 
 def _far(values: Floats, least: float) -> npt.NDArray[np.bool_]:
@@ -325,10 +423,19 @@ def version_of(image: Readable) -> str:
     return content_hash(f"{image}\0{states}".encode("utf-8", "surrogateescape"))
 
 
+def version_of_images(entry: Entry) -> str:
+    """A name of the bytes of all images of a row."""
+    return joined_versions([version_of(image) for role in roles_of(entry) if (image := image_of(entry, role))])
+
+
+def joined_versions(versions: Sequence[str]) -> str:
+    return content_hash(" ".join(versions).encode())[:16]
+
+
 def _state(file: Path) -> str:
     with suppress(OSError):
         state = os.stat(file)
-        return f"{state.st_mtime_ns} {state.st_size} {state.st_ino}"
+        return f"{state.st_mtime_ns} {state.st_ctime_ns} {state.st_size} {state.st_ino}"
     return "missing"
 
 

@@ -1,15 +1,15 @@
 """Sources, caches, models, runs, LoRAs and images in the opened folders: one walk, a few folders deep, for all pages.
 
 Nothing inside a cache, a model or a run is found but the LoRAs of a run; nothing hidden, nothing in a linked folder,
-and of linked images those that lie in an opened folder. Folders that are looked into, and files that are looked at, are
-bounded, whatever is found.
+and of linked images those that lie in an opened folder. The folders that are looked into, the entries of each, and the
+files that are looked at are bounded, whatever is found.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,8 +29,11 @@ from qwen_train.ui.workspace import Workspace
 
 DEPTH = 4  # levels of folders: runs/2026/cats/out
 MOST_FOLDERS = 4000
+MOST_ENTRIES = 20_000  # of a folder that are looked at: 10 ms
+MOST_LOOKS = 200_000  # entries in all
 MOST_FILES = 2000  # that are looked at: images, LoRAs
 MOST_SOURCES = 50  # that are offered
+SHOWN = 4  # images of a source that stand for it
 LORA_FOLDERS = ("loras", "lora")
 """Folders whose .safetensors are offered as LoRAs, beside the opened folders themselves."""
 ROLES = (*TARGET_FOLDERS, *CONTROL_FOLDERS)
@@ -50,13 +53,15 @@ class Folder:
     links: tuple[str, ...]
     steps: tuple[int, ...]
     """The steps of the checkpoints in it."""
+    is_whole: bool = True
+    """False if there are more than the entries that were looked at."""
 
-    @property
+    @cached_property
     def images(self) -> list[str]:
         """The names of images, among them links."""
         return sorted(name for name in (*self.files, *self.links) if name.lower().endswith(IMAGE_EXTENSIONS))
 
-    @property
+    @cached_property
     def stems(self) -> set[str]:
         """The names of images without their endings."""
         return {name.rpartition(".")[0] for name in self.images}
@@ -66,6 +71,19 @@ class Folder:
         """True if a table or tars in it make it one source."""
         names = {*self.files}
         return bool(names & {*METADATA_TABLES, SAVED}) or any(suffix(Path(name)) in ARCHIVES for name in names)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A likely source."""
+
+    path: Path
+    images: int = 0
+    """How many were seen; 0 for tables and tars."""
+    is_whole: bool = True
+    """False if there may be more images."""
+    first: tuple[Path, ...] = ()
+    """A few of the images."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +103,8 @@ class Found:
 
     workspace: Workspace
     folders: tuple[Folder, ...]
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all folders were looked into."""
-        return len(self.folders) < MOST_FOLDERS
+    is_complete: bool
+    """True if everything was looked at."""
 
     @cached_property
     def caches(self) -> list[Path]:
@@ -134,32 +149,50 @@ class Found:
         return [*(lora for loras in of_runs for lora in loras), *others]
 
     @cached_property
-    def sources(self) -> list[tuple[Path, int]]:
-        """Likely sources with the number of their images, 0 for tables and tars; at most `MOST_SOURCES`.
+    def sources(self) -> list[Source]:
+        """Likely sources by name, at most `MOST_SOURCES`.
 
         Folders beside each other with images of the same names are one source, the folder that they are in.
         """
         unknown = [each for each in self.folders if not each.kind]
-        counts = Counter[Path]()
-        stems = Counter((each.path.parent, stem) for each in unknown for stem in each.stems)
+        parts, stems = dict[Path, list[Folder]](), dict[Path, Counter[str]]()
+        for folder in unknown:
+            stems.setdefault(folder.path.parent, Counter()).update(folder.stems)
         for folder in unknown:
             above = [folder.path, *folder.path.parents][: folder.depth]
             roles = [each.parent for each in above if each.name in ROLES]
-            has_twin = folder.depth and any(stems[folder.path.parent, stem] > 1 for stem in folder.stems)
+            beside = stems[folder.path.parent]
+            has_twin = folder.depth and any(beside[stem] > 1 for stem in folder.stems)
             source = roles[-1] if roles else folder.path.parent if has_twin else folder.path
-            counts[source] += len(folder.images)
-        found = {path: count for path, count in counts.items() if count}
+            if folder.images:
+                parts.setdefault(source, []).append(folder)
+        found = {path: self._source(path, folders) for path, folders in parts.items()}
         near = [each for each in unknown if each.depth <= 1 and each.path not in found]
         of_tables = [each for each in near if each.depth and each.is_source]
-        found |= {each.path: 0 for each in of_tables}
+        found |= {each.path: Source(each.path) for each in of_tables}
         tables = (each.path / name for each in near if each not in of_tables for name in each.files if _may_list(name))
-        found |= {path: 0 for path in islice(tables, MOST_FILES) if _is_table(path)}
-        return sorted(found.items())[:MOST_SOURCES]
+        found |= {path: Source(path) for path in islice(tables, MOST_FILES) if _is_table(path)}
+        return [found[path] for path in sorted(found)[:MOST_SOURCES]]
+
+    def _source(self, path: Path, folders: Sequence[Folder]) -> Source:
+        """The source of these folders, with the first images of targets, if they have a known name."""
+        shown = sorted(folders, key=lambda each: each.path.name in CONTROL_FOLDERS)[0]
+        named = (name for name in shown.images[:SHOWN] if name not in shown.links)
+        first = tuple(shown.path / name for name in named)
+        return Source(path, sum(len(each.images) for each in folders), all(each.is_whole for each in folders), first)
 
 
 def find(workspace: Workspace) -> Found:
     """All that is in the opened folders."""
-    return Found(workspace, tuple(_folders(workspace)))
+    waiting, found, left = [(each, 0) for each in (workspace.folder, *workspace.allowed)], list[Folder](), MOST_LOOKS
+    while waiting and left and len(found) < MOST_FOLDERS:
+        path, depth = waiting.pop(0)
+        folder, inner, looks = _folder(path, depth, min(left, MOST_ENTRIES))
+        found.append(folder)
+        left -= looks
+        if depth < DEPTH and not folder.kind:
+            waiting += [(path / name, depth + 1) for name in sorted(inner)]
+    return Found(workspace, tuple(found), not waiting and all(each.is_whole for each in found))
 
 
 def loras_of(run: Path, steps: Sequence[int]) -> list[Lora]:
@@ -192,26 +225,28 @@ def _changed(file: Path) -> list[float]:
     return []
 
 
-def _folders(workspace: Workspace) -> Iterator[Folder]:
-    waiting, seen = [(each, 0) for each in (workspace.folder, *workspace.allowed)], 0
-    while waiting and seen < MOST_FOLDERS:
-        (path, depth), seen = waiting.pop(0), seen + 1
-        inner, files, links, steps = list[str](), list[str](), set[str](), list[int]()
-        with suppress(OSError), os.scandir(path) as entries:
-            for each in entries:
-                if each.is_dir(follow_symlinks=False):
-                    if match := CHECKPOINT.fullmatch(each.name):
-                        steps.append(int(match[1]))
-                    elif each.name[0] != ".":
-                        inner.append(each.name)
-                elif each.is_file(follow_symlinks=False):
-                    files.append(each.name)
-                else:
-                    links.add(each.name)
-        kind = _kind(path, {*files}, links)
-        yield Folder(path, depth, kind, tuple(sorted(files)), tuple(sorted(links)), tuple(sorted(steps)))
-        if depth < DEPTH and not kind:
-            waiting += [(path / name, depth + 1) for name in sorted(inner)]
+def _folder(path: Path, depth: int, most: int) -> tuple[Folder, list[str], int]:
+    """A folder by at most `most` of its entries, the folders in it, and how many entries that were."""
+    inner, files, links, steps, looks = list[str](), list[str](), set[str](), list[int](), 0
+    is_whole = True
+    with suppress(OSError), os.scandir(path) as entries:
+        for each in entries:
+            if looks == most:
+                is_whole = False
+                break
+            looks += 1
+            if each.is_dir(follow_symlinks=False):
+                if match := CHECKPOINT.fullmatch(each.name):
+                    steps.append(int(match[1]))
+                elif each.name[0] != ".":
+                    inner.append(each.name)
+            elif each.is_file(follow_symlinks=False):
+                files.append(each.name)
+            else:
+                links.add(each.name)
+    kind = _kind(path, {*files}, links)
+    names = tuple(sorted(files)), tuple(sorted(links)), tuple(sorted(steps))
+    return Folder(path, depth, kind, *names, is_whole), inner, looks
 
 
 def _kind(path: Path, files: set[str], links: set[str]) -> str:

@@ -5,11 +5,13 @@ import { RowEditor } from "./data_editor.js";
 import { GroupView } from "./data_groups.js";
 import { RowList } from "./data_list.js";
 import { makeRow } from "./data_row.js";
+import { showFound } from "./data_start.js";
+import { startUploads } from "./data_upload.js";
 import { choose, chosen, kept, linkTo } from "./project.js";
 import { keptChanges } from "./settings_form.js";
 
 const byId = (id) => document.getElementById(id);
-const BASIC = ["problems", "left_out", "kept", "no_mask", "no_control", "no_prompt"];
+const BASIC = ["kept", "problems", "left_out", "no_mask", "no_control", "no_prompt"];
 const QUICK = 300, SLOW = 3000;  // ms between two looks: while something runs, and else
 const OF_BUILD = { vae_device: "", text_device: "", at: "", format: "", reuse: [] };  // what Check takes of that form
 const FEW = 2;  // problems of no row that are shown at once
@@ -133,22 +135,6 @@ function showPlaces() {
   byId("build-this").href = linkTo("build", { source });
 }
 
-function showFound({ sources, caches, runs }) {
-  byId("sources").replaceChildren(...sources.map(({ source }) => element("option", { value: source })));
-  const choice = (text, about, open) => element("li", {}, open(text), about ? ` ${about}` : "");
-  const link = (page, choices) => (text) => element("a", { href: linkTo(page, choices) }, text);
-  const opener = (source) => (text) =>
-    element("a", { href: linkTo("data", { source }), onclick: (event) => { event.preventDefault(); act(null, () => open(source)); } }, text);
-  const parts = {
-    sources: sources.map(({ source, images }) => choice(source, images ? plural(images, "image") : "a table or tars", opener(source))),
-    caches: caches.map((cache) => choice(cache, "cache: train from it", link("train", { cache }))),
-    runs: runs.map(({ folder, step }) => choice(`run ${folder}`, `step ${step.toLocaleString("en")}`, link("train", { run: folder }))),
-  };
-  const found = Object.values(parts).flat();
-  byId("found").replaceChildren(...found);
-  byId("none-found").hidden = found.length > 0;
-}
-
 // No source is open: neither rows nor facts of another one.
 function showNothing() {
   summary = null;
@@ -169,7 +155,7 @@ function showSummary() {
     facts.push(element("b", {}, plural(listed, "row")));
     facts.push(element("span", { class: counts.problems ? "problem" : "ok" }, counts.problems ? `${plural(counts.problems, "row")} with problems` : "no problems known"));
     if (counts.left_out) facts.push(element("span", {}, `${counts.left_out.toLocaleString("en")} left out`));
-    if (!check) facts.push(element("span", { class: "muted" }, "not checked: images and sizes are read by Check"));
+    if (!check) facts.push(element("span", { class: "muted" }, "not checked: Check reads all images, with or without a model"));
     if (whyNot) facts.push(element("span", { class: "problem", title: `${whyNot.what}\n→ ${whyNot.do}` }, `can be looked at, not edited: ${whyNot.what} → ${whyNot.do}`));
   }
   replace(byId("about"), facts);
@@ -181,7 +167,7 @@ function showSummary() {
   ]);
   showTask(check, scan);
   showFilters();
-  byId("check").disabled = check?.state === "running";
+  byId("check").disabled = state !== "ready" || check?.state === "running";
   byId("scan").disabled = state !== "ready" || scan?.state === "running";
 }
 
@@ -204,12 +190,17 @@ const stopButton = (path) => element("button", { type: "button", onclick: (event
 function showTask(check, scan) {
   const parts = [];
   if (check) {
-    const texts = { running: "checking: every image is read once", done: `checked in ${time(check.seconds)}: ${check.summary}`, failed: "the check failed", stopped: "the check was stopped" };
-    parts.push(element("div", { class: "task-line" }, check.state === "running" ? element("progress", { "aria-label": "check" }) : null,
+    const count = `${check.done.toLocaleString("en")} of ${check.total.toLocaleString("en")}`;
+    const left = check.unseen ? `; ${plural(check.unseen, "row")} not yet: check again` : "";
+    const done = check.kept ? "checked before" : `checked in ${time(check.seconds)}`;
+    const texts = { running: check.reads ? `checking, every image is read: ${count}` : "checking: the build is planned",
+      done: `${[done, check.summary].filter(Boolean).join(": ")}${left}`, failed: "the check failed", stopped: "the check was stopped" };
+    parts.push(element("div", { class: "task-line" },
+      check.state === "running" ? element("progress", { "aria-label": "check", max: check.total || 1, value: check.reads ? check.done : null }) : null,
       element("span", { class: check.state === "failed" ? "problem" : "muted" }, texts[check.state]),
       check.state === "running" ? stopButton("/api/data/check/stop") : null));
     if (check.message) parts.push(element("pre", { class: "log", tabindex: "0", "aria-label": "what the check says" }, check.message));
-    if (check.state !== "done" || check.message) parts.push(commandLine(check.line));
+    if (check.line && (check.state !== "done" || check.message)) parts.push(commandLine(check.line));
   }
   if (scan) {
     const left = scan.total ? `${scan.done.toLocaleString("en")} of ${scan.total.toLocaleString("en")}` : "";
@@ -222,7 +213,7 @@ function showTask(check, scan) {
       ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => filterBy(name) },
         `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`)) : []));
   }
-  const key = JSON.stringify([check && [check.state, check.message], scan && [scan.state, scan.what]]);
+  const key = JSON.stringify([check && [check.state, check.message, check.summary, check.unseen, check.done], scan && [scan.state, scan.what]]);
   const place = byId("task");
   place.hidden = !parts.length;
   if (place.key === key && scan?.state === "running") {  // only the numbers move
@@ -387,7 +378,9 @@ byId("sort").value = view.sort;
 lookAgain = poll(look, () => SLOW);
 const last = chosen("source");
 if (last) open(last).catch(showError);
+startUploads(open);
 get("/api/data/sources").then(async (found) => {
-  showFound(found);
   if (!last && !page.source) await open(found.default);
+  await showFound(found, open);
 }).catch(showError);
+addEventListener("thumbnail-broken", () => { clearTimeout(look.broken); look.broken = setTimeout(() => lookAgain(), QUICK); });

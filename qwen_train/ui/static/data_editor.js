@@ -221,8 +221,12 @@ export class RowEditor {
     const { page } = this, isTarget = image.role === "target";
     const name = roleName(image.role);
     const img = showImage(element("img", { alt: `${name} of ${value.name}` }), imageAddress(page.source, value.row, image.role, "whole", image.v));
-    const caption = element("figcaption", {}, element("b", {}, name), element("span", { class: "size" }));
+    const enlarge = element("button", { type: "button", class: "quiet", "aria-pressed": "false", "aria-label": `Enlarge the ${name}` }, "Enlarge");
+    const caption = element("figcaption", {}, element("b", {}, name), element("span", { class: "size" }), enlarge);
     const place = element("div", { class: "image" }, img);
+    for (const each of [enlarge, img]) {
+      each.addEventListener("click", () => enlarge.setAttribute("aria-pressed", figure.classList.toggle("large")));
+    }
     img.addEventListener("error", () => get(img.dataset.path).catch((error) => {
       if (error.status) place.replaceChildren(element("div", { class: "error" }, ...error.lines.map((line) => element("p", {}, line)),
         error.do ? element("p", {}, `→ ${error.do}`) : null));

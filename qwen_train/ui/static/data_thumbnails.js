@@ -38,6 +38,7 @@ export function drop(img) {
 function ended(img, state) {
   if (!loading.delete(img)) return;
   img.dataset.state = state;
+  if (state === "broken") dispatchEvent(new Event("thumbnail-broken"));  // the program knows the reason now
   next();
 }
 

@@ -109,7 +109,7 @@ export class TrainForm {
       this.devices.set(this.chosenDevices);
     }
     this.show.fill(changes);
-    const others = (await this.settings.replace(changes)).filter((key) => ![...OWN, ...SHOWN].includes(key));
+    const others = (await this.settings.replace(changes)).filter((key) => !OWN.includes(key));
     const value = (each) => typeof each === "string" ? each : JSON.stringify(each);
     at("filled").replaceChildren(...[
       `This form has the settings of ${folder}, where they differ from qwen.yaml, and a new output folder.`,
