@@ -21,9 +21,10 @@ from PIL import Image
 from qwen_cache.errors import SourceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.settings.sections import ColumnsConfig
-from qwen_cache.sources import editing
+from qwen_cache.sources import old_files as old_versions
 from qwen_cache.sources.detect import Entry, SourceSettings, list_source
-from qwen_cache.sources.editing import ChangedError, Editor, open_editor
+from qwen_cache.sources.editing import Editor, open_editor
+from qwen_cache.sources.old_files import ChangedError
 from qwen_cache.sources.rows import MAX_TEXT
 from qwen_cache.storage.files import locked
 from qwen_cache.storage.remote import location
@@ -403,13 +404,13 @@ def test_masks_of_a_table(tmp_path: Path, name: str) -> None:
 
 
 def test_of_many_copies_the_original_and_the_newest_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(editing, "LARGE_COPY", 10)
+    monkeypatch.setattr(old_versions, "LARGE_COPY", 10)
     path = table(tmp_path / "rows", "rows.csv", "target,control,prompt\na.png,b.png,0\n")
-    monkeypatch.setattr(editing, "MOST_COPIES", 3 * path.stat().st_size)
+    monkeypatch.setattr(old_versions, "MOST_COPIES", 3 * path.stat().st_size)
     for number in range(1, 7):
         editor(path).set_prompt(entries(path)[0], str(number))
     assert [text.splitlines()[-1][-1:] for _, text in old_files(path)] == [b"0", b"4", b"5"]
-    monkeypatch.setattr(editing, "MOST_COPIES", 0)
+    monkeypatch.setattr(old_versions, "MOST_COPIES", 0)
     editor(path).set_prompt(entries(path)[0], "7")
     assert [text.splitlines()[-1][-1:] for _, text in old_files(path)] == [b"0", b"6"]
     assert len(list(kept(path).iterdir())) == 2
@@ -485,7 +486,7 @@ def test_of_edits_at_the_same_time_none_is_lost(tmp_path: Path) -> None:
 
 
 def test_an_editor_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qwen_cache.sources.editing.PATIENCE", 0)
+    monkeypatch.setattr("qwen_cache.sources.old_files.PATIENCE", 0)
     source = images(tmp_path / "s")
     entry = entries(source)[0]
     with (

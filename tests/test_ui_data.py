@@ -33,7 +33,7 @@ from qwen_train.ui import scan, search, workspace
 from qwen_train.ui import scan as row_images
 from qwen_train.ui.data import routes_of
 from qwen_train.ui.job import Command
-from qwen_train.ui.jobs import Checked
+from qwen_train.ui.jobs import Checked, Queue
 from qwen_train.ui.scan import Thumbnails
 from qwen_train.ui.workspace import Room, Workspace
 
@@ -163,7 +163,7 @@ def page(project: Path) -> Iterator[Page]:
 
 def with_checks(project: Path, checks: Any) -> Page:
     app = FastAPI()
-    app.include_router(routes_of(Workspace.open(project), checks))
+    app.include_router(routes_of(Workspace.open(project), Queue(project), checks))
     return Page(TestClient(app))
 
 
@@ -178,6 +178,7 @@ def test_every_row_with_its_problems(page: Page) -> None:
     assert (summary["state"], summary["listed"], summary["editable"]) == ("ready", 4, True)
     assert summary["counts"] == {
         "problems": 1, "left_out": 0, "kept": 4, "no_mask": 4, "no_control": 0, "no_prompt": 1,
+        "drafts": 0,
     }  # fmt: skip
     [stray] = summary["general"]
     assert stray["where"] == "data/control_images/stray.png"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,13 @@ def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None
     page.keyboard.press("Alt+ArrowUp")
     page.wait_for_selector("#editor h2 >> text=Row 2: b")
     assert area.input_value() == HOSTILE + " and <i>more</i>"
-    assert file.read_text(encoding="utf-8") == HOSTILE
-    area.focus()
+    assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"  # saved when the row was left
+    assert page.evaluate("document.activeElement.id") == "prompt-0"
+    page.keyboard.type("!")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#editor >> text=/^saved$/")
-    assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"
+    page.get_by_role("button", name="Undo", exact=True).click()
+    wait_until(lambda: file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>")
     page.keyboard.press("Escape")
     page.wait_for_selector("#editor", state="hidden")
     assert page.evaluate("document.activeElement.id") == "rows"
@@ -225,6 +227,55 @@ def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None
     page.keyboard.press("l")
     wait_until(lambda: len(read_content(project / "data", needs_control=True).rows) == 6)
     page.wait_for_selector(".data-row.left-out >> text=left out")
+    assert page.errors == []
+
+
+def test_many_prompts_images_and_captions(
+    browser: Any, project: Path, address: str, tiny_model: Callable[[str], Path]
+) -> None:
+    """A trigger word by keyboard and back, an image turned, and drafts of a model that somebody reads."""
+    targets = project / "data/target_images"
+    page = opened(browser, address)
+    page.wait_for_selector("#replacing")
+    page.locator("#rows").focus()
+    page.keyboard.press("r")
+    page.keyboard.type("sks,")
+    page.wait_for_selector("text=8 rows of 8 shown would change.")
+    assert page.locator("#replace ins").first.text_content() == "sks, "
+    page.keyboard.press("Enter")
+    page.wait_for_selector(f"{FILLED} >> text=/^sks, make it a$/")
+    assert (targets / "a.txt").read_text(encoding="utf-8") == "sks, make it a\n"
+    page.keyboard.press("Escape")
+    page.locator("#rows").focus()
+    page.keyboard.press("Control+z")
+    page.wait_for_selector(f"{FILLED} >> text=/^make it a$/")
+    assert not (targets / "c.txt").exists()
+
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Turn right: target").click()
+    page.wait_for_selector("figure[data-role=target] >> text=64×96")
+    with Image.open(targets / "a.png") as image:
+        assert image.size == SIZE[::-1]
+    page.keyboard.press("Escape")
+
+    page.locator("#captioning").click()
+    page.wait_for_selector("#problems >> text=no model is named")
+    page.get_by_label("Model", exact=True).fill(str(tiny_model("edit-plus")))
+    page.get_by_label("Most tokens of a caption").fill("4")
+    page.get_by_role("checkbox", name="cpu").check()
+    page.wait_for_selector("#caption >> text=1 caption for 8 rows")
+    page.wait_for_selector("#caption-start:enabled")
+    page.locator("#caption-start").click()
+    page.get_by_role("button", name="Read the drafts").click()
+    page.wait_for_selector("#rows[aria-rowcount='1']")
+    page.wait_for_selector(f"{FILLED} .tag >> text=draft")
+    assert (targets / "c.txt").read_text(encoding="utf-8").strip()
+    page.locator("#rows").focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("button", name="Keep it as it is").click()
+    page.wait_for_selector("#editor >> text=A model wrote this prompt", state="detached")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#rows[aria-rowcount='0']")
     assert page.errors == []
 
 
@@ -286,7 +337,7 @@ def test_a_mask_by_keyboard_and_mouse(browser: Any, project: Path, address: str)
     page.wait_for_selector(".painter >> text=/^saved$/")
     stroke = painted(project)
     assert stroke[SIZE[1] // 2, 12:26].min() == 255
-    page.get_by_role("button", name="Undo").click()
+    page.get_by_role("button", name="Undo", exact=True).click()
     page.get_by_role("button", name="Save the mask").click()
     page.wait_for_selector(".painter >> text=/^saved$/")
     wait_until(lambda: np.array_equal(painted(project), mask))

@@ -549,6 +549,8 @@ class Entry:
     is_left_out: bool
     problems: tuple[Problem, ...]
     """Why the row cannot be used; none if it is left out."""
+    renames: tuple[tuple[Path, Path], ...] = ()
+    """Files that only need another name to belong to the row, with that name."""
 
     @property
     def name(self) -> str:
@@ -603,4 +605,5 @@ def as_entry(draft: Draft, problems: Sequence[Problem]) -> Entry:
         unix(draft.phrase),
         draft.is_left_out,
         tuple(problems),
+        draft.renames,
     )

@@ -1,4 +1,4 @@
-"""Editing a source on this machine, row by row: prompts, masks, and which rows are left out.
+"""Editing a source on this machine: prompts, masks, which rows are left out, and images turned, renamed, put back.
 
 For folders of images and text tables; SourceError for every other kind. A file is written whole, and only the value
 that changes: encoding, line ends, quotes and every other row keep their bytes. Before that, the old file is copied into
@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import os
 import re
-import stat
-import time
+from abc import ABC, abstractmethod
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 from qwen_cache.errors import Problem, SourceError
 from qwen_cache.format.identity import content_hash
@@ -33,51 +33,101 @@ from qwen_cache.sources.detect import (
     checked,
     needs_of,
     unix,
+    without_gc,
 )
 from qwen_cache.sources.images import open_mask, upright_size
 from qwen_cache.sources.layouts import Layout, find_layout
-from qwen_cache.sources.pairs import beside, mask_name, prompts_of, read_some
+from qwen_cache.sources.old_files import ChangedError, OldFiles, Written, bytes_of
+from qwen_cache.sources.pairs import beside, mask_name, names_of, prompts_of, read_some
 from qwen_cache.sources.places import File, Folder, TableFolder, open_folder, read_bytes, suffix
-from qwen_cache.sources.rows import COLUMNS, MAX_TEXT, Columns, Draft, Needs, find_columns, has_captions, read_row
+from qwen_cache.sources.rotation import rotated
+from qwen_cache.sources.rows import (
+    COLUMNS,
+    MAX_TEXT,
+    Columns,
+    Draft,
+    Needs,
+    Readable,
+    find_columns,
+    has_captions,
+    read_row,
+)
 from qwen_cache.sources.tables import CSV, READERS, CsvText, TableText, changed, open_text
-from qwen_cache.storage.files import LockHeldError, locked, make_folder, sync, whole_file, write_durably
 from qwen_cache.storage.remote import Location, is_remote
 
-PATIENCE = 10.0
-"""Seconds to wait for another program's edit, which takes a fraction of one."""
-LARGE_COPY, MOST_COPIES = 1_000_000, 1_000_000_000
-"""Bytes of a copy that makes older ones go, and of those that stay. Every edit copies a table, whatever its size."""
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-class ChangedError(SourceError):
-    """A row is no longer as it was listed."""
-
-    def __init__(self, what: str, where: object) -> None:
-        super().__init__(f"{what} was changed meanwhile", where=where, do="reload the source, and repeat the edit")
-
-
-class Editor(Protocol):
+@dataclass
+class Editor(ABC):
     """Edits the rows of one source, each as it was listed."""
 
-    @property
-    def others_changed(self) -> bool:
-        """True if the last edit changed where other rows are, or may have changed their problems: list them again."""
+    needs: Needs
+    allow_empty_prompt: bool
+    files: OldFiles
+    others_changed: bool = field(default=False, init=False)
+    """True if the last edit changed where other rows are, or may have changed their problems: list them again."""
 
+    @abstractmethod
     def set_prompt(self, entry: Entry, text: str, caption: int = 0) -> Entry:
         """Write one caption of a row; the row as it is then."""
 
+    @abstractmethod
+    def set_prompts(self, changes: Sequence[tuple[Entry, Sequence[str]]]) -> list[Entry]:
+        """Write all captions of rows; the rows as they are then, none of a table whose other rows have moved."""
+
+    @abstractmethod
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
         """Leave rows out or take them in again; the rows as they are then.
 
         Of a folder, the names and prompts of the rows are compared with those that were listed, and no images.
         """
 
+    @abstractmethod
     def set_mask(self, entry: Entry, png: bytes, seen: str | None) -> Entry:
         """Write the mask of a row, as large as its target; the row as it is then.
 
         `seen` is the content hash of the mask that was edited, None if there was none.
         """
+
+    @abstractmethod
+    def prompt_files(self, entries: Sequence[Entry]) -> list[Path]:
+        """The files of the rows' prompts; the table of a table."""
+
+    @abstractmethod
+    def _locked(self) -> AbstractContextManager[None]:
+        """Alone with the source."""
+
+    @abstractmethod
+    def _editing(self, entries: Sequence[Entry]) -> AbstractContextManager[Any]:
+        """`_locked`, with rows that are as they were listed."""
+
+    def rotate(self, entry: Entry, images: Sequence[Readable], turns: int) -> None:
+        """Turn images of a row by quarters clockwise, all of them or none."""
+        paths = [Path(image.local) for image in images if isinstance(image, File) and image.local]
+        if len(paths) < len(images):
+            do = "turn it in the program that made the file"
+            raise SourceError("this image is not in a file of its own", where=entry.where, do=do)
+        self.others_changed = False
+        with self._editing([entry]):
+            self.files.write({path: rotated(read_bytes(path), str(path), turns) for path in paths})
+
+    def rename(self, entry: Entry, old: Path, new: Path) -> None:
+        """Give a file of a row the name that its problem asks for."""
+        with self._editing([entry]):
+            self.others_changed = True
+            self.files.move(old, new)
+
+    def restore(self, path: Path, version: str, seen: str | None) -> None:
+        """Put back an old version of a file, whose content hash is `seen` now, None if it is not there."""
+        with self._locked():
+            self.others_changed = True
+            self.files.restore(path, version, seen)
+
+    def undo(self, written: Written) -> None:
+        """Put back what an edit replaced; ChangedError if a file is no longer as the edit left it."""
+        with self._locked():
+            self.files.undo(written)
 
 
 def table_hash(source: Location) -> str:
@@ -120,108 +170,7 @@ def _is_folder_of_images(source: Path) -> bool:
     return not ({SAVED, SAVED_SPLITS} & {*folder.files} or any(folder.having(ending) for ending in ARCHIVES))
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class OldFiles:
-    """The folder of a source, and the one for copies of what is replaced there."""
-
-    root: Path
-    kept: Path
-
-    @contextmanager
-    def locked(self, name: str) -> Iterator[None]:
-        """Alone with the source, among programs that edit it by this module."""
-        lock, end = self.root / f".{name}edit.lock", time.monotonic() + PATIENCE
-        while True:
-            try:
-                with locked(lock, remove=True):
-                    yield
-                    return
-            except LockHeldError as error:
-                if time.monotonic() > end:
-                    do = "try again when it has ended"
-                    raise SourceError(f"{error.holder} is editing this source", where=self.root, do=do) from None
-                time.sleep(0.02)
-            except PermissionError as error:
-                do = "change its rights, or edit a copy"
-                raise SourceError("this folder cannot be written to", where=self.root, do=do) from error
-
-    def place(self, path: Path) -> Path:
-        """The path below the source's folder; SourceError if it leads out of it, or cannot be written."""
-        root, parent = self.root.resolve(), path.parent.resolve()
-        if not parent.is_relative_to(root):
-            do = "edit the file where it is, or copy it into the source"
-            raise SourceError("this is outside the source's folder", where=path, expected=root, found=parent, do=do)
-        if path.is_symlink():
-            do = "edit the file that it leads to, or replace the link by a copy"
-            raise SourceError("this is a link, which is not written through", where=path, do=do)
-        if path.exists() and not path.is_file():
-            raise SourceError("this is not a file", where=path, do="remove it")
-        if path.exists() and not (os.access(path, os.W_OK) and path.stat().st_mode & 0o222):
-            raise SourceError("this file is read-only", where=path, do="change its rights, or edit a copy")
-        return parent.relative_to(root) / path.name
-
-    def write(self, files: Mapping[Path, bytes | None]) -> None:
-        """Replace files, in this order, once all old ones are kept; None removes one."""
-        changed = {path: data for path, data in files.items() if data is None or _bytes_of(path) != data}
-        places = {path: self.place(path) for path in changed}
-        old = {place: path.read_bytes() for path, place in places.items() if path.exists()}
-        if old:
-            folder = self._new_folder()
-            for place, content in old.items():
-                make_folder((folder / place).parent)
-                write_durably(folder / place, content)
-            if sum(map(len, old.values())) > LARGE_COPY:
-                self._remove_old_copies(folder)
-        for path, data in changed.items():
-            if data is None:
-                path.unlink()
-            else:
-                make_folder(path.parent)
-                _replace(path, data)
-
-    def _remove_old_copies(self, newest: Path) -> None:
-        """Down to `MOST_COPIES` bytes, the oldest first; the first copy of each file, its original, and the newest
-        stay."""
-        copies = [path for path in self.kept.rglob("*") if path.is_file()]
-        size, seen = sum(path.stat().st_size for path in copies), set[Path]()
-        for path in sorted(copies, key=lambda path: (path.stat().st_mtime_ns, path)):
-            place = Path(*path.relative_to(self.kept).parts[1:])
-            if size > MOST_COPIES and place in seen and not path.is_relative_to(newest):
-                size -= path.stat().st_size
-                path.unlink()
-                with suppress(OSError):  # other files were copied with it
-                    path.parent.rmdir()
-            seen.add(place)
-
-    def _new_folder(self) -> Path:
-        make_folder(self.kept)
-        stamp, number = time.strftime("%Y-%m-%dT%H-%M-%S", time.gmtime()), 1
-        while True:
-            try:
-                (folder := self.kept / f"{stamp}-{number}").mkdir()
-            except FileExistsError:
-                number += 1
-            else:
-                return folder
-
-
-def _bytes_of(path: Path) -> bytes | None:
-    return path.read_bytes() if path.is_file() else None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """`write_durably` with the rights of the old file."""
-    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else None
-    with whole_file(path) as temporary:
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            sync(file)
-        if mode is not None:
-            temporary.chmod(mode)
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
 def _encoded(text: str, where: object) -> bytes:
@@ -265,29 +214,29 @@ def _as_left_out(entry: Entry) -> Entry:
 
 
 def _is_same(entry: Entry, other: Entry | None) -> bool:
-    """True if a row is as it was; its problems may depend on other rows."""
-    return other is not None and replace(entry, problems=()) == replace(other, problems=())
+    """True if a row is as it was; its problems, and names that they ask for, may depend on other rows."""
+    if other is None or entry == other:
+        return other is not None
+    return replace(entry, problems=(), renames=()) == replace(other, problems=(), renames=())
 
 
 # ---- folders of images -----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class FolderEditor:
+class FolderEditor(Editor):
     """Prompts are NAME.txt, masks NAME_mask.png beside the controls; left_out.txt lists what is left out."""
-
-    needs: Needs
-    allow_empty_prompt: bool
-    files: OldFiles
-    others_changed: bool = field(default=False, init=False)
 
     @property
     def source(self) -> Path:
         return self.files.root
 
+    def _locked(self) -> AbstractContextManager[None]:
+        return self.files.locked("")
+
     @contextmanager
     def _opened(self) -> Iterator[tuple[Folder, Layout]]:
-        with self.files.locked(""):
+        with self._locked():
             folder = open_folder(self.source)
             layout = find_layout(folder, self.needs)
             if not layout.target:
@@ -322,27 +271,42 @@ class FolderEditor:
         return [now[name] for name in names]
 
     def set_prompt(self, entry: Entry, text: str, caption: int = 0) -> Entry:
-        data = _encoded(text, entry.where)
-        with self._editing([entry]) as (_, layout):
-            if caption:
-                raise SourceError("a target of a folder has one caption", where=entry.where, found=caption + 1)
-            folder = layout.prompt or layout.target
+        if caption:
+            raise SourceError("a target of a folder has one caption", where=entry.where, found=caption + 1)
+        return self.set_prompts([(entry, [text])])[0]
+
+    def set_prompts(self, changes: Sequence[tuple[Entry, Sequence[str]]]) -> list[Entry]:
+        entries = [entry for entry, _ in changes]
+        texts = [_encoded(text, entry.where).decode() for entry, [text] in changes]
+        with self._editing(entries) as (_, layout):
+            paths = self._prompts(entries, layout)
+            self.files.write({path: _like(bytes_of(path), text) for path, text in zip(paths, texts, strict=True)})
+            return self._edited(entries)
+
+    def prompt_files(self, entries: Sequence[Entry]) -> list[Path]:
+        return self._prompts(entries, find_layout(open_folder(self.source), self.needs))
+
+    def _prompts(self, entries: Sequence[Entry], layout: Layout) -> list[Path]:
+        """The file of each row's prompt; SourceError if there is more than one."""
+        folder, names = layout.prompt or layout.target, cache(names_of)
+        paths = []
+        for entry in entries:
             if folder == "." and f"{entry.name}.txt" == left_out.LIST:
                 do = "rename the image"
                 raise SourceError(f"{left_out.LIST} is the list of rows left out", where=entry.where, do=do)
-            [path, *others] = beside(self.source / folder, entry.name, [".txt"]) or [
+            [path, *others] = beside(self.source / folder, entry.name, [".txt"], names) or [
                 self.source / folder / f"{entry.name}.txt"
             ]
             if others:
                 do = "keep the right one"
                 raise SourceError("several files are this prompt", where=path, found=others[0].name, do=do)
-            self.files.write({path: _like(_bytes_of(path), data.decode())})
-            return self._edited([entry])[0]
+            paths.append(path)
+        return paths
 
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
         with self._opened() as (folder, layout):
             path = self.source / left_out.LIST
-            data = _bytes_of(path) or b""
+            data = bytes_of(path) or b""
             mark = BOM_UTF8 if data.startswith(BOM_UTF8) else b""
             text = data.removeprefix(mark).decode()
             out = {line.name for line in left_out.lines_of(text)}
@@ -385,22 +349,21 @@ def _like(old: bytes | None, text: str) -> bytes:
 
 
 @dataclass
-class TableEditor:
+class TableEditor(Editor):
     """Prompts and `left_out` are cells; a mask is a file of the source's folder that a cell names."""
 
-    needs: Needs
-    allow_empty_prompt: bool
-    files: OldFiles
     table: Path
     listed: str = ""
     """The content hash of a table of which all rows are that are edited."""
-    others_changed: bool = field(default=False, init=False)
     _names: tuple[str, list[str]] = field(default=("", []), init=False)
     """The columns of the table that has this content hash: those of JSON are in all of its rows."""
 
+    def _locked(self) -> AbstractContextManager[None]:
+        return self.files.locked(f"{self.table.name}.")
+
     @contextmanager
     def _editing(self, entries: Sequence[Entry]) -> Iterator[Opened]:
-        with self.files.locked(f"{self.table.name}."):
+        with self._locked():
             data = read_bytes(self.table)
             opened = self._opened(data)
             if self._names[0] != self.listed:
@@ -454,18 +417,26 @@ class TableEditor:
         _encoded(text, entry.where)
         with self._editing([entry]) as opened:
             column = opened.column("prompt", ("prompt",))
-            values = opened.values(entry.where)
-            value: Any = text
-            if has_captions(column, values.get(column)):
-                captions = values.get(column)
-                if not isinstance(captions, list) or not 0 <= caption < len(captions):
-                    found, do = repr(captions)[:60], "correct the table first"
-                    what = f"the column {column!r} has no caption {caption + 1}"
-                    raise SourceError(what, where=entry.where, expected="a list of texts", found=found, do=do)
-                value = [*captions[:caption], text, *captions[caption + 1 :]]
-            elif caption:
-                raise SourceError("this row has one caption", where=entry.where, found=caption + 1)
-            return self._write(opened, [entry], {entry.where: {column: value}})[0]
+            cell = opened.cell_of_prompts(entry, column, {caption: text})
+            return self._write(opened, [entry], {entry.where: {column: cell}})[0]
+
+    @without_gc()
+    def set_prompts(self, changes: Sequence[tuple[Entry, Sequence[str]]]) -> list[Entry]:
+        for entry, texts in changes:
+            for text in texts:
+                _encoded(text, entry.where)
+        entries = [entry for entry, _ in changes]
+        with self._editing(entries) as opened:
+            column = opened.column("prompt", ("prompt",))
+            cells = {}
+            for entry, texts in changes:
+                new = {i: text for i, text in enumerate(texts) if text != entry.prompts[i]}
+                cells[entry.where] = {column: opened.cell_of_prompts(entry, column, new)}
+            edited = self._write(opened, entries, cells)
+            return [] if self.others_changed else edited
+
+    def prompt_files(self, entries: Sequence[Entry]) -> list[Path]:
+        return [self.table]
 
     def set_left_out(self, entries: Sequence[Entry], is_left_out: bool) -> list[Entry]:
         with self._editing(entries) as opened:
@@ -534,6 +505,10 @@ class Opened:
     columns: Columns
     editor: TableEditor
 
+    @cached_property
+    def folder(self) -> TableFolder:
+        return TableFolder(self.table.parent, self.editor.needs.allow_urls)
+
     def values(self, where: str) -> dict[str, Any]:
         return self.rows.values(where) or {}
 
@@ -547,16 +522,29 @@ class Opened:
             raise SourceError(what, where=self.table, found=", ".join(new), do=do)
         return free
 
+    def cell_of_prompts(self, entry: Entry, column: str, texts: Mapping[int, str]) -> Any:
+        """The cell of a row's captions, with new texts by the numbers of these."""
+        value = self.values(entry.where).get(column)
+        if not has_captions(column, value):
+            if max(texts, default=0):
+                raise SourceError("this row has one caption", where=entry.where, found=max(texts) + 1)
+            return texts.get(0, value)
+        if not isinstance(value, list) or not all(0 <= number < len(value) for number in texts):
+            found, do = repr(value)[:60], "correct the table first"
+            what = f"the column {column!r} has no caption {next(iter(texts), 0) + 1}"
+            raise SourceError(what, where=entry.where, expected="a list of texts", found=found, do=do)
+        return [texts.get(number, old) for number, old in enumerate(value)]
+
     def entry(self, listed: Entry) -> Entry | None:
         """The row at the place of a listed one, by that one's names; None if none is there."""
         values = self.rows.values(listed.where)
         if values is None:
             return None
-        folder = TableFolder(self.table.parent, self.editor.needs.allow_urls)
-        draft = read_row(listed.where, values, self.columns, folder, {})
+        draft = read_row(listed.where, values, self.columns, self.folder, {})
         if len(draft.samples) != len(listed.names):
             return None
-        samples = tuple(replace(row, name=name) for row, name in zip(draft.samples, listed.names, strict=True))
-        draft = replace(draft, samples=samples)
+        if tuple(row.name for row in draft.samples) != listed.names:  # numbered, as others have them too
+            named = zip(draft.samples, listed.names, strict=True)
+            draft = replace(draft, samples=tuple(replace(row, name=name) for row, name in named))
         allow_empty = self.editor.allow_empty_prompt
         return as_entry(draft, checked(draft, self.editor.needs, allow_empty_prompt=allow_empty)[1])

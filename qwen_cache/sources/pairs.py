@@ -88,6 +88,16 @@ class Leads:
             return f"; did you mean {_join(missing[0], _base_name(path))}?", "give both files the same name"
         return None
 
+    def rename(self, source: Location, folder: str, stem: str, is_prompt: bool) -> tuple[Path, Path] | None:
+        """The file on this machine that a missing one goes by, and the name that it needs."""
+        if is_remote(source):
+            return None
+        if isinstance(path := self.similar.get((folder, stem)), str):
+            return Path(path), source / folder / (stem + Path(path).suffix)
+        if is_prompt and (caption := self.captions.get(stem)):
+            return source / folder / caption, source / folder / f"{stem}.txt"
+        return None
+
 
 def read_pairs(folder: Folder, needs: Needs) -> Iterator[Problem | Notice | Draft]:
     layout = find_layout(folder, needs)
@@ -135,13 +145,26 @@ def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
     return sorted(found)
 
 
-def beside(folder: Path, name: str, endings: Collection[str]) -> list[Path]:
-    """The files of this name in a folder, whatever their extension's case."""
+Names = Mapping[str, Sequence[str]]
+"""The names in a folder, by what they are without extension."""
+
+
+def beside(
+    folder: Path, name: str, endings: Collection[str], names: Callable[[Path], Names] | None = None
+) -> list[Path]:
+    """The files of this name in a folder, whatever their extension's case; `names` may remember those of folders."""
     path = folder / name
+    found = (names or names_of)(path.parent).get(path.name, ())
+    return [path.parent / each for each in sorted(found) if suffix(Path(each)) in endings]
+
+
+def names_of(folder: Path) -> Names:
+    """The names in a folder; none if there is no such folder."""
+    found: dict[str, list[str]] = {}
     with suppress(FileNotFoundError, NotADirectoryError):
-        found = [each for each in os.listdir(path.parent) if posixpath.splitext(each)[0] == path.name]
-        return [path.parent / each for each in sorted(found) if suffix(Path(each)) in endings]
-    return []
+        for name in os.listdir(folder):
+            found.setdefault(posixpath.splitext(name)[0], []).append(name)
+    return found
 
 
 def mask_name(source: Path, layout: Layout, name: str) -> str:
@@ -217,6 +240,10 @@ def _read_targets(
         for name, text in zip(chosen, chain.from_iterable(texts), strict=True):
             prompt = prompts.get(name, []), text
             draft = _row(name, targets[name], prompt, owned[name], gaps.get(name), prompt_folder, leads, hint)
+            missing = [(prompt_folder, name, True)] if name not in prompts else []
+            missing += [(*gap, False)] if (gap := gaps.get(name)) else []
+            if missing and (renames := [leads.rename(folder.path, *each) for each in missing]):
+                draft = replace(draft, renames=tuple(filter(None, renames)))
             is_out = name in out
             yield replace(draft, is_left_out=is_out, unusable=None if is_out else common) if is_out or common else draft
     if only is None:

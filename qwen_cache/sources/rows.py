@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from qwen_cache.errors import Problem, SourceError
@@ -164,6 +165,8 @@ class Draft:
     """True if the source leaves the row out: then it is neither a row nor a problem."""
     unusable: Problem | None = None
     """What stands for all problems of the row. Rows that follow each other may share one, which is reported once."""
+    renames: tuple[tuple[Path, Path], ...] = ()
+    """Files whose names differ from those that the row needs, with these."""
 
 
 def unique(name: str, taken: dict[str, int]) -> str:

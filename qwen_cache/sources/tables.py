@@ -87,8 +87,10 @@ def changed(before: TableText, changes: Mapping[str, Values]) -> TableText:
         position = end
     try:
         after = open_text(before.path, "".join([*parts, before.text[position:]]))
+        places = _places(before, after)
         is_read = all(
-            _has(after.values(where), {**(before.values(where) or {}), **changes[where]}) for where in changes
+            _has(after.values(places.get(where, where)), {**(before.values(where) or {}), **changes[where]})
+            for where in changes
         )
     except (ValueError, csv.Error):
         is_read = False
@@ -96,6 +98,14 @@ def changed(before: TableText, changes: Mapping[str, Values]) -> TableText:
         do = "edit the table in a text editor or a spreadsheet"
         raise SourceError("this cannot be written so that it is read again", where=next(iter(changes)), do=do)
     return after
+
+
+def _places(before: TableText, after: TableText) -> dict[str, str]:
+    """The new places of rows that have moved, as a cell above has other lines."""
+    if not (isinstance(before, CsvText) and isinstance(after, CsvText)) or len(before.records) != len(after.records):
+        return {}
+    moved = zip(before.records, after.records, strict=True)
+    return {f"{before.path}:{old}": f"{after.path}:{new}" for old, new in moved if old != new}
 
 
 def _has(found: dict[str, Any] | None, expected: Values) -> bool:

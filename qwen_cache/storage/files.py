@@ -178,6 +178,22 @@ def link_or_copy(source: Path, target: Path) -> None:
         os.replace(temporary, target)
 
 
+def rename_new(source: Path, target: Path) -> None:
+    """Rename a file; FileExistsError if the new name is taken, also by a program that takes it meanwhile."""
+    try:
+        os.link(source, target)  # a rename would replace the file there
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from None
+        replace(source, target)
+    else:
+        source.unlink()
+    for folder in {source.parent, target.parent}:
+        sync_folder(folder)
+
+
 @contextmanager
 def unless_in_use() -> Iterator[None]:
     """Ignore that Windows refuses to rename or remove a file that a process has open or mapped; it stays as it is."""

@@ -233,7 +233,7 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, tok
         settings_routes(workspace),
         job_routes(queue),
         device_routes(checks),
-        data_routes(workspace, checks),
+        data_routes(workspace, queue, checks),
         build_routes(workspace, queue, checks),
         train_routes(workspace, queue, checks),
         generate_routes(workspace, queue),

@@ -8,7 +8,6 @@ from threading import Lock
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -22,9 +21,12 @@ from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
 from qwen_train.ui import runs, search, upload
 from qwen_train.ui.build import Form, build_of
+from qwen_train.ui.captions import add_captions
 from qwen_train.ui.check import Check
-from qwen_train.ui.jobs import Checks
+from qwen_train.ui.edits import OfSource, add_edits, renames
+from qwen_train.ui.jobs import Checks, Queue
 from qwen_train.ui.opened import FILTERS, OpenSource, View, check_links, version_of_entry
+from qwen_train.ui.replacing import add_replacing
 from qwen_train.ui.scan import (
     FINDINGS,
     IN_GROUPS,
@@ -53,10 +55,6 @@ FOREVER = "private, max-age=31536000, immutable"
 Text = Annotated[str, Query(max_length=4096)]
 Number = Annotated[int, Query(ge=0, le=1 << 40)]
 Sort = Literal["source", "name", "longest", "shortest", "largest", "smallest"]
-
-
-class OfSource(BaseModel):
-    source: str
 
 
 class Checked(OfSource):
@@ -109,7 +107,7 @@ class Sources:
         return source.start_check(build_of(self.workspace, form.model_copy(update=once)).plan)
 
 
-def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
+def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
     """The routes of the Data page."""
     router = router_of(prefix="/api/data")
     sources = Sources(workspace, checks)
@@ -117,6 +115,9 @@ def routes_of(workspace: Workspace, checks: Checks) -> APIRouter:
     _add_reading(router, sources)
     _add_images(router, sources, thumbnails)
     _add_edits(router, sources)
+    add_edits(router, sources.get)
+    add_replacing(router, sources.get)
+    add_captions(router, workspace, queue, sources.get)
     _add_checks(router, sources)
     upload.routes_of(workspace, router)
     return router
@@ -201,7 +202,9 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
     @router.get("/row")
     def row(source: Text, row: Number) -> dict[str, Any]:
         opened = sources.get(source)
-        return row_json(opened, row) | {"details": details_of(opened, row)}
+        entry = opened.entry(row)
+        offered = [{"old": opened.shown(str(old)), "new": new.name} for old, new in renames(opened, entry)]
+        return row_json(opened, row) | {"details": details_of(opened, row), "renames": offered}
 
     @router.get("/groups")
     def groups(source: Text, finding: Text, start: Number = 0, count: Annotated[int, Query(ge=0, le=50)] = 20) -> Any:
@@ -321,6 +324,7 @@ def summary_of(opened: OpenSource) -> dict[str, Any]:
         "error": None if opened.error is None else error_json(opened, opened.error),
         "editable": is_ready and refusal is None,
         "not_editable": None if refusal is None else error_json(opened, refusal),
+        "undo": {"id": opened.undoable[-1].id, "what": opened.undoable[-1].what} if opened.undoable else None,
         "counts": opened.counts() if is_ready else {},
         "labels": FILTERS | FINDINGS,
         "groups": IN_GROUPS,
@@ -345,6 +349,7 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
         "prompts": entry.prompts,
         "phrase": entry.phrase,
         "left_out": entry.is_left_out,
+        "draft": entry in opened.drafts,
         "problems": problems,
         "changed": opened.has_changed(entry, joined_versions([image["v"] for image in images])),
         "findings": list(findings.by_row.get(row, ())) if findings else [],

@@ -30,12 +30,15 @@ from qwen_cache.sources.detect import (
     reading,
     without_gc,
 )
-from qwen_cache.sources.editing import ChangedError, Editor, open_editor, table_hash
+from qwen_cache.sources.editing import Editor, open_editor, table_hash
+from qwen_cache.sources.old_files import ChangedError, Written
 from qwen_cache.sources.places import IMAGE_EXTENSIONS, File
 from qwen_cache.sources.rows import Draft, Readable
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.remote import Location, is_remote
+from qwen_cache.terminal import plural
 from qwen_train.ui.check import Check, KeptBuild, PlanCheck, read_kept, write_kept
+from qwen_train.ui.drafts import Drafts
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checks
 from qwen_train.ui.scan import Facts, Scan, StoppedError, areas, fault_of, faults_of, version_of_images
@@ -124,6 +127,7 @@ FILTERS = {
     "no_mask": "rows without a mask",
     "no_control": "rows without a control",
     "no_prompt": "rows without a prompt",
+    "drafts": "drafts of a model to read",
 }
 """What every listing shows; the findings of a scan have filters of their own."""
 
@@ -142,6 +146,7 @@ class Shown:
     """The facts that a view depends on, besides the listing."""
 
     with_problems: Collection[int]
+    drafts: Drafts
     flags: Mapping[str, Sequence[int]]
     """The rows of each finding, in their order: groups one after another."""
     pixels: npt.NDArray[np.float64] | None
@@ -153,7 +158,7 @@ def text_of(entry: Entry) -> str:
     return "\n".join((entry.name, *entry.prompts)).casefold()
 
 
-def has(entry: Entry, row: int, name: str, with_problems: Collection[int]) -> bool:
+def has(entry: Entry, row: int, name: str, with_problems: Collection[int], drafts: Drafts) -> bool:
     """True if a row belongs to one of `FILTERS`."""
     match name:
         case "problems":
@@ -166,11 +171,13 @@ def has(entry: Entry, row: int, name: str, with_problems: Collection[int]) -> bo
             return entry.mask is None
         case "no_control":
             return not entry.controls
+        case "drafts":
+            return entry in drafts
         case _:
             return not all(entry.prompts)
 
 
-def counts(entries: Sequence[Entry], with_problems: Collection[int]) -> dict[str, int]:
+def counts(entries: Sequence[Entry], with_problems: Collection[int], drafts: Drafts) -> dict[str, int]:
     """The number of rows of each of `FILTERS`."""
     left_out = sum(entry.is_left_out for entry in entries)
     return {
@@ -180,6 +187,7 @@ def counts(entries: Sequence[Entry], with_problems: Collection[int]) -> dict[str
         "no_mask": sum(entry.mask is None for entry in entries),
         "no_control": sum(not entry.controls for entry in entries),
         "no_prompt": sum(not all(entry.prompts) for entry in entries),
+        "drafts": sum(entry in drafts for entry in entries),
     }
 
 
@@ -189,7 +197,7 @@ def positions(view: View, entries: Sequence[Entry], text: Callable[[int], str], 
     if view.filter in shown.flags:
         rows = [row for row in shown.flags[view.filter] if row < len(entries)]
     elif view.filter in FILTERS:
-        rows = [row for row in rows if has(entries[row], row, view.filter, shown.with_problems)]
+        rows = [row for row in rows if has(entries[row], row, view.filter, shown.with_problems, shown.drafts)]
     if words := view.search.casefold().split():
         rows = [row for row in rows if all(word in text(row) for word in words)]
     chosen = np.fromiter(rows, np.int64, len(rows))
@@ -213,6 +221,7 @@ def positions(view: View, entries: Sequence[Entry], text: Callable[[int], str], 
 
 WATCHED = 4096  # folders and files whose times say whether a source has changed
 VIEWS = 8
+UNDOS = 20  # edits that can be undone
 CHANGED = RefusedError(409, "this row has changed meanwhile", "look at it as it is now, and repeat your change")
 
 
@@ -223,6 +232,12 @@ def version_of_entry(entry: Entry) -> str:
 
 def _shown_of(entry: Entry) -> tuple[object, ...]:
     return entry.names, entry.prompts, entry.phrase, entry.is_left_out, str(entry.mask)
+
+
+def kept_folder(workspace: Workspace, source: Location) -> Path:
+    """The folder for the old files of a source."""
+    name = f"{source.name[:50]}-{content_hash(str(source).encode('utf-8', 'surrogateescape'))[:8]}"
+    return workspace.state / "kept" / name
 
 
 class OpenSource:
@@ -241,7 +256,7 @@ class OpenSource:
         self.checked: Mapping[str, Sequence[Problem]] = {}
         """The problems of the last plan of a build by `Problem.where`."""
         self.changed_since_check: set[str] = set()
-        self.seen: dict[str, str] = {}
+        self.looked_at: dict[str, str] = {}
         """The version of the images that were looked at, by the row's place."""
         self.faults: dict[str, tuple[str, tuple[Problem, ...]]] = {}
         """What is wrong with the images of a row, and their version then, by the row's place."""
@@ -251,6 +266,9 @@ class OpenSource:
         self._editor: Editor | SourceError | None = None
         self._table = ""
         """The content hash of the table that was listed."""
+        self.undoable: list[Edit] = []
+        """The last edits, the newest last."""
+        self.drafts = Drafts(workspace.state / "drafts", place)
         self._stamp: object = None
         self._watched: Sequence[Path] = ()
         self._texts: dict[int, str] = {}
@@ -426,7 +444,7 @@ class OpenSource:
         revision = self.revision
         if self._counted[0] != revision:
             entries = self.entries if self.state != "listing" else ()
-            self._counted = revision, counts(entries, self.with_problems())
+            self._counted = revision, counts(entries, self.with_problems(), self.drafts)
         return self._counted[1]
 
     def rows(self, view: View) -> Positions:
@@ -438,7 +456,7 @@ class OpenSource:
             if known is None or self.state == "listing":
                 findings = self.scan.findings if self.scan else None
                 flags, pixels = (findings.flags, findings.pixels) if findings else ({}, None)
-                shown = Shown(self._with_problems, flags, pixels)
+                shown = Shown(self._with_problems, self.drafts, flags, pixels)
                 known = self._views[view] = positions(view, self.entries[:count], self._text, shown)
             self._views.move_to_end(view)
             while len(self._views) > VIEWS:
@@ -472,11 +490,11 @@ class OpenSource:
 
     def has_changed(self, entry: Entry, version: str) -> bool:
         """True if a row was checked, and is another now; `version` is that of its images."""
-        return entry.where in self.changed_since_check or self.seen.get(entry.where, version) != version
+        return entry.where in self.changed_since_check or self.looked_at.get(entry.where, version) != version
 
     def unseen(self) -> int:
         """How many rows there are whose images nobody has looked at."""
-        return sum(entry.where not in self.seen for entry in self.entries)
+        return sum(entry.where not in self.looked_at for entry in self.entries)
 
     def note(self, entry: Entry, image: Readable, error: SourceError) -> None:
         """Take note of an image of a row that turned out to be broken, such as for its thumbnail."""
@@ -544,7 +562,7 @@ class OpenSource:
             faults = list(faults_of(facts, resolution))
             with self.lock:
                 had = entry.where in self.faults
-                self.seen[entry.where] = version
+                self.looked_at[entry.where] = version
                 self._take_faults(entry, version, faults)
                 self.revision += bool(faults) or had
 
@@ -639,9 +657,8 @@ class OpenSource:
                 )
                 self._editor = SourceError(what, where=self.place, do=do)
             elif self._editor is None:
-                name = f"{self.place.name[:50]}-{content_hash(str(self.place).encode('utf-8', 'surrogateescape'))[:8]}"
                 try:
-                    kept = self.folder / "kept" / name
+                    kept = kept_folder(self.workspace, self.place)
                     self._editor = open_editor(self.place, kept, self._table, **reading(self.data))
                 except SourceError as error:
                     self._editor = error
@@ -649,41 +666,51 @@ class OpenSource:
 
     def set_prompt(self, row: int, seen: str, caption: int, text: str) -> Entry:
         """Write a caption of a row."""
-        return self._edit(row, seen, lambda editor, entry: editor.set_prompt(entry, text, caption))
+        new = self._edit("prompt", row, seen, lambda editor, entry: editor.set_prompt(entry, text, caption))
+        self.drafts.accept([new.name])
+        return new
 
     def set_mask(self, row: int, seen: str, png: bytes, seen_mask: str | None) -> Entry:
         """Write the mask of a row."""
-        return self._edit(row, seen, lambda editor, entry: editor.set_mask(entry, png, seen_mask))
+        return self._edit("mask", row, seen, lambda editor, entry: editor.set_mask(entry, png, seen_mask))
 
-    def _edit(self, row: int, seen: str, change: Callable[[Editor, Entry], Entry]) -> Entry:
+    def _edit(self, what: str, row: int, seen: str, change: Callable[[Editor, Entry], Entry]) -> Entry:
         with self.lock:
-            editor, entry = self._writing(), self.entry(row)
-            if version_of_entry(entry) != seen:
-                raise CHANGED
-            with _Changing(self, editor):
+            editor, entry = self.writing(), self.seen(row, seen)
+            with Changing(self, editor, f"{what} of {entry.name}", [row]):
                 new = change(editor, entry)
-                self._replace([row], [new])
+                self.replace([row], [new])
             return new
+
+    def seen(self, row: int, version: str) -> Entry:
+        """A row whose version was seen; RefusedError (409) if it has changed since."""
+        entry = self.entry(row)
+        if version_of_entry(entry) != version:
+            raise CHANGED
+        return entry
 
     def set_left_out(self, rows: Sequence[int], order: int, *, is_left_out: bool) -> None:
         """Leave rows out, or put them back."""
         with self.lock:
-            editor = self._writing()
+            editor = self.writing()
             if order != self.order:
                 raise CHANGED
             chosen = [row for row in dict.fromkeys(rows) if self.entry(row).is_left_out != is_left_out]
             if chosen:
-                with _Changing(self, editor):
-                    self._replace(chosen, editor.set_left_out([self.entry(row) for row in chosen], is_left_out))
+                what = "leaving out" if is_left_out else "putting back"
+                with Changing(self, editor, f"{what} {plural(len(chosen), 'row')}", chosen):
+                    self.replace(chosen, editor.set_left_out([self.entry(row) for row in chosen], is_left_out))
 
-    def _writing(self) -> Editor:
+    def writing(self) -> Editor:
+        """The editor; RefusedError (409) before the source is listed, SourceError if it cannot be edited."""
         self._need_list()
         editor = self.editor()
         if isinstance(editor, SourceError):
             raise editor
         return editor
 
-    def _replace(self, rows: Sequence[int], new: Sequence[Entry]) -> None:
+    def replace(self, rows: Sequence[int], new: Sequence[Entry]) -> None:
+        """Show rows as they are after an edit."""
         for row, entry in zip(rows, new, strict=True):
             if self.check and self.check.plan and _shown_of(entry) != _shown_of(self.entries[row]):
                 self.changed_since_check.add(entry.where)
@@ -691,18 +718,46 @@ class OpenSource:
             self._texts.pop(row, None)
 
 
-class _Changing:
-    """Count an edit; list again if it changed other rows, or was refused because a file has changed."""
+@dataclass(frozen=True)
+class Edit:
+    """An edit that can be undone."""
 
-    def __init__(self, source: OpenSource, editor: Editor) -> None:
-        self.source, self.editor = source, editor
+    what: str
+    written: Written
+    rows: Sequence[int]
+    before: Sequence[Entry]
+    after: Sequence[Entry]
+    is_alone: bool
+    """True if no other row has changed with it."""
+
+    @property
+    def id(self) -> str:
+        return f"{id(self.written):x}"
+
+
+class Changing:
+    """Count an edit, and keep how to undo it if it has a name.
+
+    List again if it changed other rows, or was refused because a file has changed.
+    """
+
+    def __init__(self, source: OpenSource, editor: Editor, what: str, rows: Sequence[int]) -> None:
+        self.source, self.editor, self.what, self.rows = source, editor, what, rows
 
     def __enter__(self) -> None:
         self.is_current = self.source.is_current()
+        self.written = self.editor.files.written
+        self.before = [self.source.entries[row] for row in self.rows]
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self.source.count_edit(is_current=error is None and self.is_current)
-        if isinstance(error, ChangedError) or (error is None and self.editor.others_changed):
-            self.source.list_again()
+        source, written = self.source, self.editor.files.written
+        source.count_edit(is_current=error is None and self.is_current)
+        others_changed = error is None and self.editor.others_changed
+        if error is None and self.what and written is not None and written is not self.written:
+            after = [source.entries[row] for row in self.rows]
+            edit = Edit(self.what, written, self.rows, self.before, after, is_alone=not others_changed)
+            source.undoable = [*source.undoable, edit][-UNDOS:]
+        if isinstance(error, ChangedError) or others_changed:
+            source.list_again()
         if isinstance(error, ChangedError):
             raise CHANGED from error

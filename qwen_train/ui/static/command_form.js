@@ -28,8 +28,9 @@ export class CommandForm {
   async ask() {
     clearTimeout(this.timer);
     const number = (this.asked += 1), body = this.body();
-    const { line, problems = [] } = body ? await answerTo(this.path, body) : { line: "" };
+    const answer = body ? await answerTo(this.path, body) : { line: "" }, { line, problems = [] } = answer;
     if (number !== this.asked) return; // a newer question
+    this.answer = answer;
     if (line !== this.line || !line) {
       const nothing = body ? [element("p", { class: "muted" }, "No command yet: see below what is missing.")] : [];
       this.place.replaceChildren(...(line ? [commandLine(line, this.label)] : nothing));

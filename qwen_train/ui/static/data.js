@@ -1,9 +1,12 @@
 // The Data page: a source, its rows, and what to do about them. Rows, dialog and groups are modules of their own.
 
 import { act, announce, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
+import { CaptionPanel } from "./data_caption.js";
 import { RowEditor } from "./data_editor.js";
+import { OldVersions, changeFiles } from "./data_files.js";
 import { GroupView } from "./data_groups.js";
 import { RowList } from "./data_list.js";
+import { ReplacePanel } from "./data_replace.js";
 import { makeRow } from "./data_row.js";
 import { showFound } from "./data_start.js";
 import { startUploads } from "./data_upload.js";
@@ -11,7 +14,7 @@ import { choose, chosen, kept, linkTo } from "./project.js";
 import { keptChanges } from "./settings_form.js";
 
 const byId = (id) => document.getElementById(id);
-const BASIC = ["kept", "problems", "left_out", "no_mask", "no_control", "no_prompt"];
+const BASIC = ["kept", "problems", "left_out", "no_mask", "no_control", "no_prompt", "drafts"];
 const QUICK = 300, SLOW = 3000;  // ms between two looks: while something runs, and else
 const OF_BUILD = { vae_device: "", text_device: "", at: "", format: "", reuse: [] };  // what Check takes of that form
 const FEW = 2;  // problems of no row that are shown at once
@@ -25,6 +28,9 @@ const query = (more = {}) => new URLSearchParams({ source: page.source, ...view,
 // What rows, dialog and groups share.
 const page = {
   source: "",
+  view,
+  get order() { return summary?.order ?? 0; },
+  filterBy,
   selected: new Set(),
   drafts: new Map(),
   labels: {},
@@ -64,6 +70,10 @@ const list = page.list = new RowList(byId("rows"), {
 });
 const editor = new RowEditor(byId("editor"), page);
 const groups = new GroupView(byId("groups"), page);
+const replacing = new ReplacePanel(byId("replace"), page);
+const captions = new CaptionPanel(byId("caption"), byId("caption-jobs"), page);
+const versions = new OldVersions(page, { label: "Old versions of the whole list", change: (send, said) => changeFiles(page, send, said) });
+byId("versions").append(versions.element);
 
 // ---- the source ------------------------------------------------------------------------------------------------------
 
@@ -72,6 +82,7 @@ async function open(source) {
   summary = null;
   page.selected.clear();
   page.widest = 0;
+  for (const panel of [replacing, captions]) if (!panel.place.hidden) panel.show(false);
   showSelection();
   list.renew();
   remember();
@@ -105,6 +116,7 @@ async function look() {
     if (fresh.state === "listing" && old) list.resize(view.filter === "all" && !view.search ? fresh.listed : list.total);
     else list.refresh();
     if (old && old.revision !== fresh.revision) {
+      replacing.changed();
       if (editor.isOpen && !editor.isUnsaved) editor.refresh().catch(showError);
       if (comparing) groups.refresh().catch(showError);
     }
@@ -167,6 +179,10 @@ function showSummary() {
   ]);
   showTask(check, scan);
   showFilters();
+  const { undo } = summary;
+  byId("undo").hidden = !undo;
+  if (undo) byId("undo").textContent = `Undo ${undo.what}`;
+  for (const id of ["replacing", "captioning", "versions"]) byId(id).hidden = !page.isEditable;
   byId("check").disabled = state !== "ready" || check?.state === "running";
   byId("scan").disabled = state !== "ready" || scan?.state === "running";
 }
@@ -253,6 +269,7 @@ function filterBy(filter) {
 
 function renew() {
   remember();
+  replacing.changed();
   lastSelected = null;
   list.renew();
   if (comparing) act(null, () => groups.show(view.filter));
@@ -304,6 +321,9 @@ function keyed(event, active, step) {
   if ((event.key === "x" || event.key === " ") && isPlain) select(active, event.shiftKey);
   else if (event.key === "a" && !isPlain) act(null, selectAll);
   else if (event.key === "l" && isPlain) toggleLeftOut(active);
+  else if (event.key === "e" && isPlain) act(null, () => editor.open(active, true));
+  else if (event.key === "r" && isPlain && page.isEditable) toggle(replacing, captions, byId("replacing"));
+  else if (event.key === "z" && !isPlain && !event.shiftKey) undoLast();
   else if (event.key === "/" && isPlain) byId("search").focus();
   else if (event.key === "Escape" && page.selected.size) selectNone();
   else return Boolean(step);
@@ -339,6 +359,7 @@ function showSelection() {
   const count = page.selected.size;
   byId("selected").textContent = count ? `${plural(count, "row")} selected` : "";
   byId("select-none").hidden = !count;
+  replacing.changed();
   byId("leave-out").hidden = byId("put-back").hidden = !count || !page.isEditable;
   for (const row of list.elements()) row.mark();
 }
@@ -363,6 +384,26 @@ async function toggleLeftOut(active) {
   if (!row || !page.isEditable) return;
   const rows = page.selected.size ? [...page.selected] : [row.row];
   await leaveOut(rows, !row.left_out);
+}
+
+async function undoLast() {
+  const undo = summary?.undo;
+  if (!undo) { announce("there is nothing to undo"); return; }
+  await act(byId("undo"), async () => {
+    const { undone } = await post("/api/data/undo", { source: page.source, id: undo.id });
+    announce(`undone: ${undone}`);
+  });
+  await look();
+}
+
+byId("undo").addEventListener("click", undoLast);
+byId("replacing").addEventListener("click", () => toggle(replacing, captions, byId("replacing")));
+byId("captioning").addEventListener("click", () => toggle(captions, replacing, byId("captioning")));
+
+// Open one panel and close the other, or close it.
+function toggle(panel, other, button) {
+  if (!other.place.hidden) other.show(false);
+  return act(null, () => panel.show(panel.place.hidden, button));
 }
 
 byId("select-all").addEventListener("click", (event) => act(event.target, selectAll));

@@ -1,7 +1,8 @@
-// A row in a dialog: its images side by side, its prompts and its mask. Text that is not saved is kept in `page.drafts`
-// by the row's name until it is saved or taken back, whatever is opened, scrolled or loaded meanwhile.
+// A row in a dialog: its images side by side, its prompts and its mask. Text is saved when the row is left. Where that
+// fails it is kept in `page.drafts` by the row's name, until it is saved or taken back.
 
 import { act, announce, ask, element, get, post, showImage, upload } from "./api.js";
+import { OldVersions, changeFiles, renameButtons, turnButtons } from "./data_files.js";
 import { MaskPainter, inflated } from "./data_mask.js";
 import { imageAddress, roleName } from "./data_thumbnails.js";
 
@@ -21,7 +22,11 @@ export class RowEditor {
     this.prompts = element("div", { class: "prompts" });
     this.leave = element("button", { type: "button", onclick: () => act(this.leave, () => this.toggle()) });
     this.where = element("p", { class: "about" });
-    this.side.append(this.notes, this.prompts, element("div", { class: "row" }, this.leave), this.where);
+    this.change = (send, said) => changeFiles(page, send, said).finally(() => this.refresh());
+    this.versions = new OldVersions(page, { change: this.change });
+    this.offers = element("div", { class: "row" });
+    const leaving = element("div", { class: "row" }, this.leave);
+    this.side.append(this.notes, this.offers, this.prompts, leaving, this.versions.element, this.where);
     this.painting = element("div", { class: "painting", hidden: true });
     this.messages = element("div", { role: "alert" });
     dialog.replaceChildren(
@@ -35,9 +40,23 @@ export class RowEditor {
   get isOpen() { return this.dialog.open; }
   get isUnsaved() { return Boolean(this.painter?.isChanged); }
 
-  async open(index) {
+  // With `isWriting`, the prompt has the focus.
+  async open(index, isWriting = false) {
     const value = await this.page.list.row(index);
-    if (value) { this.index = index; await this.show(value); }
+    if (!value) return;
+    this.index = index;
+    const shown = this.show(value);
+    if (isWriting) this.fields[0]?.focus();
+    await shown;
+  }
+
+  // Save what was written; false if a prompt could not be, and stays as it is.
+  async saved() {
+    for (const field of this.fields ?? []) {
+      if (field.isConflict) { announce("the file has changed meanwhile: choose a text, or save yours"); return false; }
+      if (!await field.save()) return false;
+    }
+    return true;
   }
 
   // The same row, after it has become known whether the source can be edited.
@@ -59,12 +78,14 @@ export class RowEditor {
   }
 
   step(by) {
+    const isWriting = document.activeElement?.matches(".prompts textarea");
     return act(null, async () => {
+      if (!await this.saved()) return;
       const { list } = this.page, there = await list.row(this.index), isThere = there?.name === this.value?.name;
       const index = isThere || by < 0 ? this.index + by : this.index;  // of a filtered list, the row may be missing
       if (index < 0 || index >= list.total) { announce(by < 0 ? "this is the first row" : "this is the last row"); return; }
       list.activate(index);
-      await this.open(index);
+      await this.open(index, isWriting);
     });
   }
 
@@ -78,6 +99,8 @@ export class RowEditor {
     this.leave.textContent = value.left_out ? "Put this row back" : "Leave this row out";
     this.leave.disabled = !page.isEditable;
     this.where.textContent = value.where;
+    this.versions.take(value.row);
+    this.versions.element.hidden = !page.isEditable;
     this.takeNotes(value);
     this.takePrompts(value, isSame);
     this.takeImages(value);
@@ -87,6 +110,10 @@ export class RowEditor {
     const notes = value.problems.map((problem) => element("div", { class: "error" },
       element("p", { class: "problem" }, problem.what), element("p", {}, `→ ${problem.do}`)));
     if (value.left_out) notes.push(element("p", { class: "note" }, "This row is left out: build does not see it."));
+    if (value.draft) {
+      const keep = element("button", { type: "button", onclick: () => act(keep, () => this.keepDraft(value)) }, "Keep it as it is");
+      notes.push(element("div", { class: "note" }, element("p", {}, "A model wrote this prompt. Correct it, or"), keep));
+    }
     if (value.changed) notes.push(element("p", { class: "note" }, "Changed since the last check. Check again to see what is left."));
     if (!this.page.isEditable && this.page.whyNot) {
       notes.push(element("p", { class: "note" }, `${this.page.whyNot.what}. → ${this.page.whyNot.do}`));
@@ -123,8 +150,7 @@ export class RowEditor {
         if (!drafts.has(name)) drafts.set(name, new Map());
         drafts.get(name).set(caption, area.value);
       } else if (drafts.get(name)?.delete(caption) && !drafts.get(name).size) drafts.delete(name);
-      save.disabled = back.hidden = !isChanged;
-      back.hidden = !isChanged;
+      back.hidden = !isChanged && made.before === undefined;
       save.disabled = !isChanged;
       state.textContent = isChanged ? "not saved" : made.isSaved ? "saved" : "";
       this.page.draftsChanged();
@@ -137,17 +163,27 @@ export class RowEditor {
       else if (area.value !== draft) area.value = draft;
       update();
     };
-    made.save = () => act(save, async () => {
-      if (area.value === made.base) return;
-      const text = area.value;
+    Object.defineProperty(made, "isConflict", { get: () => theirs.childElementCount > 0 });
+    made.focus = () => { area.focus(); area.setSelectionRange(area.value.length, area.value.length); };
+    // True if nothing is left to save. One at a time: a second one, as the row is left, needs the version after the first.
+    made.save = async () => {
+      while (made.saving) await made.saving;
+      made.saving = write().finally(() => { made.saving = null; });
+      return made.saving;
+    };
+    const write = () => act(save, async () => {
+      if (area.value === made.base || area.readOnly) return true;
+      const text = area.value, old = made.base;
       await this.write((version) => post("/api/data/prompt", { source: this.page.source, row: value.row, seen: version, caption, text }),
         (fresh) => fresh.prompts[caption] === made.base);
       made.isSaved = true;
+      made.before = old;
       theirs.replaceChildren();
       made.base = this.value?.prompts[caption] ?? text;
       if (area.value === text) area.value = made.base;
       update();
       announce("the prompt is saved");
+      return area.value === made.base;
     }).finally(update);
     area.addEventListener("input", update);
     area.addEventListener("keydown", (event) => {
@@ -156,7 +192,15 @@ export class RowEditor {
       made.save();
     });
     save.addEventListener("click", made.save);
-    back.addEventListener("click", () => { area.value = made.base; theirs.replaceChildren(); update(); area.focus(); });
+    back.addEventListener("click", () => {  // of what is not saved; else of what was saved here last
+      const isSaved = area.value === made.base, text = isSaved ? made.before : made.base;
+      made.before = isSaved ? undefined : made.before;
+      area.value = text;
+      theirs.replaceChildren();
+      update();
+      area.focus();
+      if (isSaved) made.save().then(() => { made.before = undefined; update(); });
+    });
     return made;
   }
 
@@ -191,6 +235,13 @@ export class RowEditor {
     return answer;
   }
 
+  async keepDraft(value) {
+    await post("/api/data/accept", { source: this.page.source, rows: [value.row], order: this.page.order });
+    this.page.changed();
+    await this.refresh();
+    announce("kept");
+  }
+
   async toggle() {
     await this.page.leaveOut([this.value.row], !this.value.left_out);
     await this.refresh();
@@ -202,13 +253,13 @@ export class RowEditor {
     if (!this.value) return;
     const { row, name } = this.value;
     const fresh = await get(`/api/data/row?${new URLSearchParams({ source: this.page.source, row })}`);
-    if (this.value?.name === name && fresh.name === name) { this.take(fresh); this.tell(fresh.details); }
+    if (this.value?.name === name && fresh.name === name) { this.take(fresh); this.tell(fresh); }
   }
 
   // ---- images --------------------------------------------------------------------------------------------------------
 
   takeImages(value) {
-    const key = JSON.stringify([value.name, value.images]);
+    const key = JSON.stringify([value.name, value.version, value.images, this.page.isEditable]);
     if (this.shots.key === key && this.shots.childElementCount) return;
     this.shots.key = key;
     const mask = value.images.find((image) => image.role === "mask");
@@ -232,6 +283,7 @@ export class RowEditor {
         error.do ? element("p", {}, `→ ${error.do}`) : null));
     }), { once: true });
     const figure = element("figure", { "data-role": image.role }, caption, place);
+    if (page.isEditable) caption.append(...turnButtons(page, value, image, this.change));
     if (!isTarget) return figure;
     if (mask) {
       const over = showImage(element("img", { class: "overlay", alt: "its mask" }), imageAddress(page.source, value.row, "mask", "overlay", mask.v));
@@ -252,12 +304,13 @@ export class RowEditor {
 
   async measure() {
     const { value, page } = this;
-    const { details } = await get(`/api/data/row?${new URLSearchParams({ source: page.source, row: value.row })}`);
-    if (this.value?.name === value.name) this.tell(details);
+    const fresh = await get(`/api/data/row?${new URLSearchParams({ source: page.source, row: value.row })}`);
+    if (this.value?.name === value.name) this.tell(fresh);
   }
 
   // The sizes of the images, and where they are. They are arranged so that they are as large as possible.
-  tell(details) {
+  tell({ details, renames }) {
+    this.offers.replaceChildren(...this.page.isEditable ? renameButtons(this.page, this.value, renames, this.change) : []);
     const ratios = details.filter(({ role, size }) => size && role !== "mask").map(({ size: [width, height] }) => width / height);
     this.shots.style.setProperty("--columns", columnsFor(ratios, this.shots.clientWidth, this.shots.clientHeight));
     for (const each of details) {
@@ -308,9 +361,9 @@ export class RowEditor {
 
   // ---- the dialog ----------------------------------------------------------------------------------------------------
 
-  close() {
+  async close() {
     if (this.painter) this.closePainter();
-    else this.dialog.close();
+    else if (await this.saved() || confirm("The prompt could not be saved. Close anyway? This page keeps the text.")) this.dialog.close();
   }
 
   keyed(event) {

@@ -72,6 +72,7 @@ export function makeRow(page) {
     problem.title = what ? `${what.what}\n→ ${what.do}` : "";
     tags.replaceChildren(...[
       value.left_out ? "left out" : null,
+      value.draft ? "draft" : null,
       page.drafts.has(value.name) ? "not saved" : null,
       value.changed ? "changed since the check" : null,
       ...value.findings.map((finding) => finding.replaceAll("_", " ")),
