@@ -52,7 +52,9 @@ def test_a_settings_file_for_the_data() -> None:
     about = "data is a JSON Lines table: 3 samples with 1 control image each, targets 704×480"
     assert (result.code, result.stdout) == (0, "")
     commands = "next:\n  qwen-cache build --dry-run\n  qwen-cache build\n"
-    assert result.stderr == f"wrote qwen.yaml: {about}\n{commands}"
+    smaller = "3 of 3 samples looked at: targets are scaled up to the size that is trained, by up to 1.75×: a, b, c\n"
+    do = "  → use larger images, a smaller data.vae_image_size, or data.upscale=false: a model learns their blur\n"
+    assert result.stderr == f"wrote qwen.yaml: {about}\n{smaller}{do}{commands}"
     config, text = written()
     prompts = [{"prompt": "mirror it", "control": [f"data/{name}-0.png"]} for name in "ab"]
     assert config == load_config(

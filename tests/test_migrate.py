@@ -8,6 +8,7 @@ import random
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ from qwen_cache import open_cache
 from qwen_cache.format.identity import Inputs, content_hash, recipe_id
 from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import SampleMeta, TensorSpec
-from qwen_cache.format.update import commit_update, open_staging, plan_update, read_existing
+from qwen_cache.format.update import Existing, by_position, commit_update, open_staging, plan_update, read_existing
 
 from .support.caches import build, contents
 from .support.commands import Result, refused, run
 from .support.crash import Crash, crash_after
 
 Built = Callable[..., Path]
-SHARDS = ("--set", "cache.shard_size=80kB")  # more shards than one
+SHARD_SIZE = 80_000  # more shards than one
+SHARDS = ("--set", f"cache.shard_size={SHARD_SIZE}")
 
 NO_THUMBNAILS = ("--set", "cache.thumbnails=false")  # which v1 never knew
 EMPTY_PROMPT = ("--set", "data.allow_empty_prompt=true")
@@ -42,13 +44,29 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], 
 
     def make(version: str) -> Path:
         if version not in made:
-            made[version] = tmp_path_factory.mktemp("caches") / version
+            built = tmp_path_factory.mktemp("caches") / version
             options = ("--format", version, *SHARDS, *EMPTY_PROMPT, *NO_THUMBNAILS)
-            result = build(source, made[version], tiny_model("edit-plus"), *options)
+            result = build(source, built, tiny_model("edit-plus"), *options)
             assert result.code == 0, result.stderr
+            made[version] = built if version == "v1" else without_measured(built, built.with_name("unmeasured"))
         return made[version]
 
     return make
+
+
+def without_measured(cache: Path, out: Path) -> Path:
+    """A cache with the same samples in the same order, without what only the images can tell."""
+    built, samples = open_cache(cache), list(open_cache(cache))
+    rows = [ListedSample(each.row.name, each.key, each.row.source_rows) for each in samples]
+    order = by_position(built.manifest, read_existing(cache, 2).rows)
+    update = plan_update(out, Existing.empty(2), 2, rows, order)
+    update = replace(update, vae_encoders=built.manifest.vae_encoders)
+    staging = open_staging(update, "unmeasured", SHARD_SIZE)
+    for key in order:
+        meta = built[key].row.meta
+        staging.add(replace(meta, measured=None), {name: built[key].buffer(name) for name in meta.tensors})
+    commit_update(update, staging, {"default": built.recipe.recipe}, built.manifest.written_by)
+    return out
 
 
 def migrate(old: str, new: str, cache: Path, *options: str | Path) -> Result:

@@ -24,6 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import RULES, FormatError
 from qwen_cache.format.identity import Inputs, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
+from qwen_cache.format.measured import Alignment, Measured
 from qwen_cache.format.sample import MASK_FROM, SampleMeta, TensorSpec, parse_sample
 from qwen_cache.format.verify import verify_cache
 
@@ -35,7 +36,18 @@ examples: Any = load_tool("make_examples")
 VALID = sorted((SCHEMAS / "examples" / "valid").glob("*.json"))
 INVALID = sorted((SCHEMAS / "examples" / "invalid").glob("*.json"))
 ONLY_THE_PARSER = {
-    *("F4", "F5", "F6-name", "F10", "F11-no-control", "F12-sides", "F12-prefix", "F12-position", "F13-mixed"),
+    *(
+        "F4",
+        "F5",
+        "F6-name",
+        "F10",
+        "F11-no-control",
+        "F12-sides",
+        "F12-prefix",
+        "F12-position",
+        "F12-measured",
+        "F13-mixed",
+    ),
     *("F19", "F21"),
 }
 """JSON Schema cannot relate two places of a document, or a hash to its content."""
@@ -189,11 +201,13 @@ def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_valid_caches_hold_every_kind_of_sample() -> None:
-    v1, v2, to_generate = (pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES)
+    v1, v2, measured, to_generate = (pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES)
     for rows in (v1, v2):
         assert {len(row["controls"]) for row in rows} >= {1, 3}
         assert any(row["empty_prompt_embeds"] is None for row in rows)
-        assert "seed" not in rows[0]
+        assert not {"seed", "measured"} & rows[0].keys()
+    lengths = [row["measured"] and len(row["measured"]["controls"]) for row in measured]
+    assert lengths == [1, 2, None, 0]
     assert {len(row["controls"]) for row in to_generate} == {0, 1, 3}
     assert {row["target"] for row in to_generate} == {None} == {row["image_latents"] for row in to_generate}
     assert [row["seed"] for row in to_generate] == [7, 8, None, 0]
@@ -290,7 +304,13 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     prompt = draw(st.text(max_size=30))
     bounds = sorted(draw(st.sets(st.integers(0, len(prompt)), max_size=6))) if version == 2 else []
     phrase = tuple(pairwise(bounds))
-    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, prefix, tensors, phrase, mask_from)
+    measured = None
+    if version == 2 and has_target and draw(st.booleans()):
+        pairs = st.tuples(st.floats(-99, 99), st.floats(-99, 99))
+        alignments = st.none() | st.builds(Alignment, pairs, pairs)
+        measured = Measured(draw(st.floats(0.01, 99)), tuple(draw(alignments) for _ in shapes[1:]))
+    of_text = prefix, tensors, phrase, mask_from, ()
+    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, *of_text, measured)
 
 
 @given(samples())

@@ -29,6 +29,7 @@ from qwen_cache.format.directory import STAGING
 from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, index_schema
 from qwen_cache.format.manifest import CHECKSUM, MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard, with_checksum
+from qwen_cache.format.measured import Alignment, Measured
 from qwen_cache.format.rows import ListedSample
 from qwen_cache.format.sample import PLANES_ZSTD, SampleMeta, TensorSpec, token_count
 from qwen_cache.format.shard import END_OF_ARCHIVE
@@ -78,6 +79,7 @@ def sample(
     positions: tuple[int, ...] = (),
     target: str | None = digest("target"),
     seed: int | None = None,
+    measured: Measured | None = None,
 ) -> dict[str, Any]:
     """The metadata of a sample; one without `target` is an image to generate."""
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
@@ -98,7 +100,8 @@ def sample(
     inputs = Inputs(target, tuple(digest(f"control {i}") for i in range(controls)), file, seed)
     prefix = 22 if format_version == 2 and controls else 0
     phrase = ((8, 10),) if attention else ()
-    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, prefix, specs, phrase, mask, positions)
+    of_text = prefix, specs, phrase, mask, positions
+    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, *of_text, measured)
     return json.loads(meta.to_bytes(format_version))
 
 
@@ -117,6 +120,7 @@ ATTENTION = sample(2, 1, mask="file", attention=True)
 THUMBNAILS = sample(2, 1, thumbnails=True)
 TEXT_ALONE = sample(2, 2, positions=(7, 15))
 TO_GENERATE = sample(2, 1, target=None, seed=7)
+MEASURED = sample(2, 2, measured=Measured(1.5, (Alignment((4.0, -0.5), (0.01, 0.01)), None)))
 VALID = {
     "empty.cache.v1.json": without_checksum(manifest(1, 0)),
     "small.cache.v1.json": without_checksum(manifest(1, 3)),
@@ -134,6 +138,7 @@ VALID = {
     "text-to-image.sample.v2.json": sample(2, 0),
     "text-alone.sample.v2.json": TEXT_ALONE,
     "to-generate.sample.v2.json": TO_GENERATE,
+    "measured.sample.v2.json": MEASURED,
     "to-generate-from-text.sample.v2.json": sample(2, 0, target=None),
 }
 INVALID = {
@@ -167,6 +172,10 @@ INVALID = {
     "F12-position-beyond-the-prefix.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7, 23])),
     "F12-positions-backwards.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[15, 7])),
     "F12-position-of-one-control.sample.v2.json": broken(TEXT_ALONE, lambda v: v.update(image_positions=[7])),
+    "F9-shift-of-one-number.sample.v2.json": broken(
+        MEASURED, lambda v: v["measured"]["controls"][0].update(shift=[4.0])
+    ),
+    "F12-measured-of-one-control.sample.v2.json": broken(MEASURED, lambda v: v["measured"]["controls"].pop()),
     "F9-seed-is-text.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed="7")),
     "F9-seed-is-negative.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed=-1)),
     "F10-seed-changed.sample.v2.json": broken(TO_GENERATE, lambda v: v["inputs"].update(seed=8)),
@@ -263,6 +272,7 @@ def make(
     to_generate: bool = False,
     seed: int | None = None,
     recipe: dict[str, Any] = RECIPE,
+    measured: Measured | None = None,
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -283,7 +293,7 @@ def make(
     target = None if to_generate else digest(f"{name} target")
     inputs = Inputs(target, controls, digest(f"{name} mask") if mask else None, seed)
     origin = "file" if mask else None
-    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, prefix, {}, (), origin, positions)
+    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, prefix, {}, (), origin, positions, measured)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
@@ -398,7 +408,25 @@ TO_GENERATE_V2 = [
     make("three controls", TOGETHER, (2, 2), (1, 2), (2, 1), (1, 1), prefix=7, to_generate=True),
     make("words alone", "a cat", (1, 3), to_generate=True, seed=0),
 ]
-VALID_CACHES = {"cache.v1": (1, CACHE_V1), "cache.v2": (2, CACHE_V2), "to-generate.v2": (2, TO_GENERATE_V2)}
+MEASURED_V2 = [
+    make(
+        "shifted",
+        "make it night",
+        (2, 3),
+        (2, 3),
+        prefix=4,
+        measured=Measured(0.5, (Alignment((4.0, 0.0), (0.0, 0.0)),)),
+    ),
+    make("reference", TOGETHER, (2, 2), (2, 2), (1, 2), prefix=7, measured=Measured(2.0, (None, None))),
+    make("older", "make it day", (1, 1), (1, 1), prefix=2),
+    make("no control", "a cat", (1, 3), measured=Measured(1.0, ())),
+]
+VALID_CACHES = {
+    "cache.v1": (1, CACHE_V1),
+    "cache.v2": (2, CACHE_V2),
+    "measured.v2": (2, MEASURED_V2),
+    "to-generate.v2": (2, TO_GENERATE_V2),
+}
 SHARD_SIZE = 8000  # two samples
 
 

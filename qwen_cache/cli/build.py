@@ -73,7 +73,9 @@ AT = option(DEVICES, "Encode on a server that runs `qwen-cache serve`; QWEN_CACH
 REUSE = option(OUTPUT, "Copy samples that this cache has, in place of encoding them; repeat it for more.", "CACHE")
 FORMAT = setting("cache.format", OUTPUT, "The format version to write.")
 DRY_RUN = flag("--dry-run", OUTPUT, "Report what would be encoded and why; write nothing.")
-CHECK = flag("--check", OUTPUT, "With --dry-run: exit with 1 if there is work.")
+CHECK = flag(
+    "--check", OUTPUT, "With --dry-run: exit with 1 if there is work, and measure the images for what may hurt."
+)
 MEASURE = flag("--measure", OUTPUT, "With --dry-run: encode a few samples without storing them, and estimate the time.")
 REPLACE = flag("--replace", OUTPUT, "Encode all samples again if model or settings differ from the cache's.")
 REPAIR = flag("--repair", OUTPUT, "Encode the damaged samples of the cache again, and nothing else.")

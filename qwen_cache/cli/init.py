@@ -11,8 +11,9 @@ import math
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import islice
 from operator import add
@@ -45,8 +46,10 @@ from qwen_cache.text import plain, shell_line
 
 if TYPE_CHECKING:
     from qwen_cache.errors import Notice
+    from qwen_cache.format.sample import ImgShapes
     from qwen_cache.models.folder import ModelFolder
     from qwen_cache.settings.load import Config
+    from qwen_cache.settings.sections import DataConfig
     from qwen_cache.sources.captions import Captions
     from qwen_cache.sources.detect import Readable, Row
     from qwen_cache.trainers.settings.names import Dataset, Reading, Taken
@@ -70,6 +73,8 @@ FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
 docs/howto/train-on-24gb.md. Only settings that leave the numbers unchanged, fastest first."""
 IN_8_BITS = 21.7e9
 """The same for weights and products in int8, which are faster than offloading."""
+MEASURED = 16
+"""Samples of which the images are measured: a fault of one program is in all of its images."""
 PROMPTS = 2
 """Prompts for validation, made from the first rows."""
 KINDS = {
@@ -384,7 +389,7 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
     counts, kind = [len(row.controls) for row in rows], _kind(rows[0], source)
     is_numbered = kind == IMAGES and not max(counts) and config.data.columns == ColumnsConfig()
     repeats = repeats_of(open_folder(place)) if is_numbered and not is_remote(place) else {}
-    return Survey(
+    survey = Survey(
         kind=kind,
         samples=len(rows),
         controls=(min(counts), max(counts)),
@@ -395,6 +400,41 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
         prompts=list(islice(_prompts(rows, Captions.of(config.data).in_order), PROMPTS)),
         notices=content.notices,
     )
+    return replace(survey, notices=(*content.notices, *_found_in_images(rows, config.data, survey)))
+
+
+def _found_in_images(rows: Sequence[Row], data: DataConfig, survey: Survey) -> list[Notice]:
+    """Notices of `MEASURED` samples at the size that is trained; images that cannot be decoded are left out."""
+    from qwen_cache.format.measured import Measured, findings, table_of_measured
+    from qwen_cache.sources.alignment import measure_files
+    from qwen_cache.sources.images import upright_size
+    from qwen_cache.sources.sizes import Resolution, SourceImage, img_shapes, sizes_of
+
+    if survey.smaller and data.vae_image_size is None and data.resolution is None:
+        data = data.model_copy(update={"vae_image_size": [survey.smaller[0] ** 2]})
+    resolution = Resolution.of(data)
+
+    def measured(row: Row) -> tuple[str, Measured, ImgShapes] | None:
+        files = [file for file in (row.target, *row.controls) if file is not None]
+        with suppress(SourceError):
+            sizes, *_ = sizes_of(
+                [SourceImage(str(each), upright_size(each.read(), str(each))) for each in files], resolution
+            )
+            return row.name, measure_files(files, sizes, crop=resolution.crop), img_shapes(sizes)
+        return None
+
+    with_target = [row for row in rows if row.target is not None]
+    some = (
+        [with_target[i * len(with_target) // MEASURED] for i in range(MEASURED)]
+        if len(with_target) > MEASURED
+        else with_target
+    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = [each for each in pool.map(measured, some) if each]
+    notices = findings(table_of_measured((each, shapes) for _, each, shapes in found)).notices(
+        lambda positions: [found[i][0] for i in positions.tolist()]
+    )
+    return [replace(each, what=f"of {plural(len(found), 'sample')} looked at: {each.what}") for each in notices]
 
 
 def _kind(row: Row, source: str) -> str:

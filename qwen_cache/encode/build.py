@@ -26,6 +26,7 @@ from qwen_cache.encode.builder import (
 )
 from qwen_cache.encode.check import plan_repair
 from qwen_cache.encode.known_latents import KnownLatents
+from qwen_cache.encode.measure import Found, found_in, found_in_plan
 from qwen_cache.encode.plan import BuildPlan
 from qwen_cache.encode.preflight import (
     DevicePlan,
@@ -52,7 +53,7 @@ from qwen_cache.errors import (
 )
 from qwen_cache.format import directory
 from qwen_cache.format.identity import recipe_id
-from qwen_cache.format.update import Existing, Update, record_vae_encoders
+from qwen_cache.format.update import Existing, Update, read_existing, record_vae_encoders
 from qwen_cache.options import fail
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.storage.stores import destination
@@ -162,6 +163,8 @@ class Task:
     """Latents of images that need not be encoded."""
     devices: list[DevicePlan] | None = None
     """The memory that the build needs on each device; None if nothing is encoded, or if it is not known."""
+    measured: Found | None = None
+    """What was found in the images; None if they were not measured."""
 
     @property
     def has_work(self) -> bool:
@@ -173,7 +176,8 @@ class Task:
     @property
     def notices(self) -> tuple[Notice, ...]:
         """Facts about samples that are used all the same."""
-        return () if self.is_repair else (*self.job.notices, *self.plan.notices)
+        of_images = self.measured.notices if self.measured else ()
+        return () if self.is_repair else (*self.job.notices, *self.plan.notices, *of_images)
 
 
 def build_locked(jobs: Sequence[BuildJob], make: Callable[[BuildJob], Task], encoders: Encoders, as_json: bool) -> int:
@@ -237,7 +241,8 @@ def with_devices(task: Task, *, always: bool) -> Task:
 
 
 def show_plans(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bool, can_measure: bool = True) -> int:
-    """Print the plans and write nothing; return the exit code."""
+    """Print the plans and write nothing; return the exit code. With `check`, the images are measured."""
+    tasks = list(map(_with_measured, tasks)) if check else tasks
     seconds = [_measure(task.job, task.plan) if measure and task.plan.to_encode else None for task in tasks]
     if as_json:
         _print_results(tasks, [_plan_json(task, each) for task, each in zip(tasks, seconds, strict=True)])
@@ -252,6 +257,16 @@ def show_plans(tasks: Sequence[Task], *, check: bool, measure: bool, as_json: bo
     if has_work and not as_json:
         print_next(typed_again("qwen-cache", without=("--dry-run", "--check", "--measure")))
     return _left_damaged(tasks) or (FAULTS if check and has_work else 0)
+
+
+def _with_measured(task: Task) -> Task:
+    """With what is found in the images of a cache to train on."""
+    if task.is_repair or not is_main(task.job):
+        return task
+    cached = task.update.existing.of_recipe(task.job.recipe_name)
+    with counting("measuring the images", total=len(task.plan.samples)) as on_sample:
+        crop = task.job.resolution.crop
+        return replace(task, measured=found_in_plan(task.plan.samples, cached, crop, lambda: on_sample(1)))
 
 
 def _refused(tasks: Sequence[Task]) -> int | None:
@@ -370,6 +385,10 @@ def _print_report(task: Task, report: write.Report, counts: dict[str, int], seco
     elif report.replaced:
         replaced = plural(report.replaced, "replaced shard")
         out.print(f"{replaced} kept for runs that read them: switching back costs nothing until `qwen-cache gc`")
+    if is_main(task.job) and not task.is_repair:
+        rows = read_existing(task.job.folder, task.job.format_version).of_recipe(task.job.recipe_name)
+        if line := found_in(rows).line():
+            out.print(line, markup=False)
 
 
 def _measure(job: BuildJob, plan: BuildPlan) -> float:
@@ -427,6 +446,8 @@ def _print_plan(task: Task, seconds: float | None, *, always: bool) -> None:
     for notice in task.notices:
         for line in str(notice).splitlines():
             out.print(f"{INDENT}{line}", markup=False)
+    for line in task.measured.lines() if task.measured else ():
+        out.print(f"{INDENT}{plain(line)}", markup=False)
     if plan.repeated:
         out.print(f"{INDENT}{plural(plan.repeated, 'row')} with the same content as another, stored once")
     if plan.removed and not task.is_repair:
@@ -509,6 +530,7 @@ def _plan_json(task: Task, seconds: float | None) -> dict[str, Any]:
             {"what": each.what, "count": each.count, "names": list(each.names), "do": each.do} for each in task.notices
         ],
         "removed": list(plan.removed),
+        "measured": task.measured and task.measured.to_json(),
         "problems": [{"where": p.where, "what": p.what, "do": p.do} for p in plan.problems],
         "damaged_shards": sorted([*task.update.damaged, *task.elsewhere]),
         "refused": [

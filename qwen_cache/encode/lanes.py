@@ -24,9 +24,11 @@ from qwen_cache.encode.text import EncodedText, Inputs, TextEncoder, TextRequest
 from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.errors import DeviceError
 from qwen_cache.format.identity import content_hash
+from qwen_cache.format.measured import Measured
 from qwen_cache.format.sample import SampleMeta, TensorSpec
 from qwen_cache.models.devices import device_module, new_stream, on_stream, reports_memory
 from qwen_cache.models.family import QWEN_IMAGE, Family, estimate_tokens
+from qwen_cache.sources.alignment import measure
 from qwen_cache.sources.images import join_thumbnails, opaque, open_rgb, open_rgba, over_white, thumbnail
 from qwen_cache.sources.sizes import Size, calculate_dimensions, img_shapes
 
@@ -322,6 +324,7 @@ class InFlight:
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
     """The mask from the images alone; None if they cannot give one."""
+    measured: Future[Measured] | None
 
 
 class Originals:
@@ -387,9 +390,9 @@ class Lanes(RunningEncoders):
         originals = Originals(sample, self.decoders, self.family)
         images = self._encode_images(number, originals, sample, known)
         text = self._encode_text(number, originals, sample)
-        mask = self._make_mask(originals, sample)
+        mask, measured = self._make_mask(originals, sample), self._measure(originals, sample)
         self._send(number + 1 - SAMPLES_IN_BATCH)
-        return InFlight(number, sample, images, text, mask)
+        return InFlight(number, sample, images, text, mask, measured)
 
     def _send(self, number: int) -> None:
         """Send every batch that has work submitted up to `number`."""
@@ -422,6 +425,7 @@ class Lanes(RunningEncoders):
             work.sample.row.phrase,
             mask.origin if mask else None,
             text.image_positions,
+            work.measured.result() if work.measured else None,
         )
         return meta, data
 
@@ -493,6 +497,13 @@ class Lanes(RunningEncoders):
             return None
         pair = [] if sample.row.mask else [originals.decoded(digest) for _, digest, _ in sample.images[:2]]
         return self.decoders.submit(self.masks.of_images, sample, lambda: [opaque(it.result()) for it in pair])
+
+    def _measure(self, originals: Originals, sample: PlannedSample) -> Future[Measured] | None:
+        """The measurement of a sample's images; None where the format has no place for it, or there is no target."""
+        if sample.row.target is None or self.format_version == 1:
+            return None
+        images = [originals.decoded(digest) for _, digest, _ in sample.images]
+        return self.decoders.submit(lambda: measure([it.result() for it in images], sample.sizes, crop=self.crop))
 
 
 def _has_failed(work: Future[Any]) -> bool:

@@ -101,7 +101,7 @@ def migrate(
 def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str, memoryview]]:
     """A sample as `format_version` stores it: the empty prompt whole (1), or without its shared rows (2)."""
     specs = {name: spec for name, spec in sample.row.meta.tensors.items() if name in TENSORS[format_version]}
-    meta = replace(sample.row.meta, tensors=specs)
+    meta = replace(sample.row.meta, tensors=specs, measured=None if format_version == 1 else sample.row.meta.measured)
     tensors = {name: sample.buffer(name) for name in specs}
     if "empty_prompt_embeds" not in tensors:
         return meta, tensors

@@ -24,7 +24,7 @@ from qwen_cache.errors import (
 )
 from qwen_cache.format import remote
 from qwen_cache.format.identity import HASHED_BLOCK, content_hash
-from qwen_cache.format.index import INDEX_NAME, SEED, index_schema, read_batches, read_index
+from qwen_cache.format.index import INDEX_NAME, index_schema, read_batches, read_index
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, VERSIONS, Manifest, parse_manifest
 from qwen_cache.format.remote import STAGING
 from qwen_cache.storage.files import (
@@ -413,7 +413,7 @@ def _map_table(path: Path, format_version: int) -> pa.Table | None:
         table = pa.ipc.open_file(pa.py_buffer(data[:end])).read_all()
     except pa.ArrowException:
         return None
-    if table.schema != index_schema(format_version, seeds=SEED in table.column_names):  # of another program version
+    if table.schema != index_schema(format_version, table.column_names):  # of another program version
         return None
     with suppress(OSError):
         os.utime(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 
 from qwen_cache.errors import IndexFileError, SampleKeyError
 from qwen_cache.format.identity import HASH_PATTERN, Inputs
+from qwen_cache.format.measured import MEASURED, MEASURED_TYPE, parse_measured
 from qwen_cache.format.sample import (
     MAX_RATIO,
     PIXELS_PER_TOKEN,
@@ -234,7 +235,7 @@ def _integer(data: memoryview, position: int, kind: int) -> tuple[int, int]:
 #
 # Rows are in the order of the source. Each tensor is a struct column (dtype, shape, offset, length, xxh3_128, codec),
 # null if the sample does not have it; offsets are from the beginning of the shard. Format v1 has image sizes in pixels
-# instead of `img_shapes` and `prefix_length`. The column `seed` is there only if a sample has one.
+# instead of `img_shapes` and `prefix_length`. The columns of `OPTIONAL` are there only if a sample has a value.
 #
 # An index is written and read in row groups, so neither needs memory for all of it. What it decodes to is bounded by
 # its size: an index that decodes to more than `MAX_RATIO` times its bytes is refused before it is decoded.
@@ -246,7 +247,7 @@ FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_lim
 ROW_GROUP = 1 << 16  # rows that are written and read at a time: 80 MB
 PARSED = 1 << 12  # rows that are Python objects at a time, at 8 kB each
 KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
-NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "seed", "edit_mask_from", *TENSORS[2]}}
+NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "seed", "edit_mask_from", "measured", *TENSORS[2]}}
 SEED = "seed"
 
 _TENSOR = pa.struct(
@@ -259,6 +260,8 @@ _TENSOR = pa.struct(
         ("codec", pa.string()),
     ]
 )
+OPTIONAL: dict[str, pa.DataType] = {SEED: pa.int64(), MEASURED: MEASURED_TYPE}
+"""Columns that an index has only if a sample has a value there; none in format v1."""
 _OF_VERSION = {
     1: [
         ("height", pa.int32()),
@@ -276,8 +279,9 @@ _OF_VERSION = {
 }
 
 
-def index_schema(format_version: int, *, seeds: bool = False) -> pa.Schema:
-    """The columns of index.parquet; with `seeds`, of one in which samples have seeds."""
+def index_schema(format_version: int, having: Collection[str] = ()) -> pa.Schema:
+    """The columns of index.parquet, with those of `OPTIONAL` that are in `having`."""
+    optional = [(name, kind) for name, kind in OPTIONAL.items() if name in having and format_version > 1]
     return pa.schema(
         [
             ("key", pa.string()),
@@ -289,7 +293,7 @@ def index_schema(format_version: int, *, seeds: bool = False) -> pa.Schema:
             ("target", pa.string()),
             ("controls", pa.list_(pa.string())),
             ("mask", pa.string()),
-            *([(SEED, pa.int64())] if seeds else []),
+            *optional,
             ("source_rows", pa.int32()),
             ("shard", pa.string()),
             ("offset", pa.int64()),
@@ -321,9 +325,18 @@ class IndexRow:
 
 def write_index(rows: Sequence[IndexRow], format_version: int) -> bytes:
     """The bytes of index.parquet; equal rows give equal bytes."""
-    schema = index_schema(format_version, seeds=any(row.meta.inputs.seed is not None for row in rows))
+    schema = index_schema(format_version, optional_columns(row.meta for row in rows))
     groups = [rows[begin : begin + ROW_GROUP] for begin in range(0, len(rows), ROW_GROUP)]
     return write_tables(lambda: (table_of(group, format_version, schema) for group in groups), schema)
+
+
+def optional_columns(samples: Iterable[SampleMeta]) -> set[str]:
+    """The columns of `OPTIONAL` that an index of these samples has."""
+    found = set[str]()
+    for meta in samples:
+        found |= {SEED} if meta.inputs.seed is not None else set()
+        found |= {MEASURED} if meta.measured is not None else set()
+    return found
 
 
 def table_of(rows: Sequence[IndexRow], format_version: int, schema: pa.Schema) -> pa.Table:
@@ -407,8 +420,9 @@ def _opened(
     _refuse_bomb(claims.bytes, len(data), where)
     file = pq.ParquetFile(pa.BufferReader(data), **FOOTER_LIMITS)
     found = file.schema
-    expected = index_schema(format_version, seeds=format_version > 1 and SEED in found.names)
-    if not (columns := found.to_arrow_schema()).equals(expected):
+    columns = found.to_arrow_schema()
+    expected = index_schema(format_version, columns.names)
+    if not columns.equals(expected):
         other = ", ".join(f"{field.name}: {field.type}" for field in columns if field not in list(expected))
         raise IndexFileError(
             "the columns are not those of this format version", where=where, expected=expected.names, found=other
@@ -479,7 +493,10 @@ def _value_reader(array: pa.Array) -> Callable[[int], Any]:
     if pa.types.is_struct(kind):
         fields = [(field.name, _array_reader(array.field(i))) for i, field in enumerate(kind)]
         return lambda i: {name: read(i) for name, read in fields}
-    numbers = memoryview(array.buffers()[1] or b"").cast("q" if pa.types.is_int64(kind) else "i")[array.offset :]
+    buffer = memoryview(array.buffers()[1] or b"")
+    if pa.types.is_float64(kind):
+        return buffer.cast("d")[array.offset :].__getitem__
+    numbers = buffer.cast("q" if pa.types.is_int64(kind) else "i")[array.offset :]
     if pa.types.is_list(kind):
         item = _array_reader(array.values)
         return lambda i: [item(j) for j in range(numbers[i], numbers[i + 1])]
@@ -517,7 +534,8 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     phrase, mask_from = parse_phrase(record.get("phrase", []), where), record.get("edit_mask_from")
     positions = parse_positions(record.get("image_positions", []), where)
     recipe, prompt = record["recipe"], record["prompt"]
-    meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions)
+    measured = parse_measured(record[MEASURED], where) if record.get(MEASURED) else None
+    meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions, measured)
     images = [digest for digest in (inputs.target, inputs.mask) if digest is not None]
     hashes = [meta.recipe, *images, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
     if not all(map(HASH_PATTERN.fullmatch, hashes)):
@@ -569,6 +587,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         record |= {"img_shapes": [list(shape) for shape in meta.img_shapes], "prefix_length": meta.prefix_length}
         record |= {"phrase": [list(span) for span in meta.phrase], "edit_mask_from": meta.edit_mask_from}
         record |= {"image_positions": list(meta.image_positions)}
+        record |= {MEASURED: meta.measured.to_json() if meta.measured else None}
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}

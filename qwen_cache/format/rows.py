@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from qwen_cache.errors import IndexFileError
 from qwen_cache.format.identity import HASH_PATTERN
-from qwen_cache.format.index import ROW_GROUP, SEED, IndexRow, index_row, record_reader
+from qwen_cache.format.index import OPTIONAL, ROW_GROUP, IndexRow, index_row, record_reader
 from qwen_cache.format.manifest import Manifest
 
 # ---- keys ------------------------------------------------------------------------------------------------------------
@@ -286,8 +286,7 @@ def taken(table: pa.Table, positions: IntArray) -> pa.Table:
 
 
 def fitted(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The table with or without the column of seeds, as `schema` has it."""
-    if SEED in schema.names and SEED not in table.schema.names:
-        nulls = pa.nulls(table.num_rows, schema.field(SEED).type)
-        table = table.add_column(schema.get_field_index(SEED), schema.field(SEED), nulls)
+    """The table with or without the columns of `OPTIONAL`, as `schema` has them."""
+    for name in (name for name in OPTIONAL if name in schema.names and name not in table.schema.names):
+        table = table.append_column(schema.field(name), pa.nulls(table.num_rows, schema.field(name).type))
     return table.select(schema.names)

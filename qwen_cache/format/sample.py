@@ -25,6 +25,7 @@ from qwen_cache.errors import (
 )
 from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
 from qwen_cache.format.manifest import Fields, check_version
+from qwen_cache.format.measured import MEASURED, Measured, parse_measured
 
 # ---- tensor ----------------------------------------------------------------------------------------------------------
 # One tensor: its dtype, shape and hash, and how its bytes are stored.
@@ -184,6 +185,7 @@ class SampleMeta:
     phrase: Phrase = ()
     edit_mask_from: str | None = None
     image_positions: tuple[int, ...] = ()
+    measured: Measured | None = None
 
     @cached_property
     def key(self) -> str:
@@ -215,6 +217,7 @@ class SampleMeta:
             value |= {"phrase": [list(span) for span in self.phrase]} if self.phrase else {}
             value |= {"edit_mask_from": self.edit_mask_from} if self.edit_mask_from else {}
             value |= {"image_positions": list(self.image_positions)} if self.image_positions else {}
+            value |= {MEASURED: {"must_understand": False, **self.measured.to_json()}} if self.measured else {}
         return canonical_json(value)
 
 
@@ -262,6 +265,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
     positions: tuple[int, ...] = ()
+    measured = None
     if version == 1:
         img_shapes = _parse_pixel_sizes(fields)
     else:
@@ -271,8 +275,12 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         mask_from = fields.take("edit_mask_from", str) if "edit_mask_from" in fields.left else None
         if "image_positions" in fields.left:
             positions = parse_positions(fields.take("image_positions", list), where)
+        if MEASURED in fields.left:
+            measured = parse_measured(fields.take(MEASURED, dict), where)
     fields.finish()
-    meta = SampleMeta(recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from, positions)
+    meta = SampleMeta(
+        recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from, positions, measured
+    )
     check_shapes(meta, where)
     if meta.key != key:
         raise SampleKeyError("the key is not the hash of content and recipe", where=where, expected=meta.key, found=key)
@@ -329,6 +337,9 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
             found=meta.prefix_length,
         )
     check_positions(meta, where)
+    if meta.measured and len(meta.measured.controls) != len(meta.img_shapes) - 1:
+        what, controls = f"{MEASURED} does not fit the controls", len(meta.img_shapes) - 1
+        raise ShapeError(what, where=where, expected=controls, found=len(meta.measured.controls))
     check_phrase(meta.phrase, meta.prompt, where)
     if meta.edit_mask_from not in (MASK_FROM if "edit_mask" in tensors else (None,)):
         allowed = f"one of {', '.join(MASK_FROM)} with an edit_mask, else none"

@@ -23,7 +23,16 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import LocalShards, RangedShards, RemoteShards, shards_of
 from qwen_cache.format.directory import load_index
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.index import INDEX_NAME, ROW_GROUP, SEED, IndexRow, index_schema, table_of, write_tables
+from qwen_cache.format.index import (
+    INDEX_NAME,
+    OPTIONAL,
+    ROW_GROUP,
+    IndexRow,
+    index_schema,
+    optional_columns,
+    table_of,
+    write_tables,
+)
 from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest, Recipe
 from qwen_cache.format.remote import Stored, conflict
 from qwen_cache.format.rows import (
@@ -357,9 +366,10 @@ def _commit(
 def _write_index(update: Update, written: Mapping[str, tuple[str, Entry]], keys: RecipeKeys) -> bytes:
     """The bytes of the new index; `keys` gets those of its rows."""
     old, kept = update.existing.table, update.kept[update.kept >= 0]
-    seeds = any(entry.meta.inputs.seed is not None for _, entry in written.values())
-    seeds = seeds or (SEED in old.column_names and bool(old[SEED].is_valid().to_numpy()[kept].any()))
-    schema = index_schema(update.format_version, seeds=seeds)
+    optional = optional_columns(entry.meta for _, entry in written.values())
+    for name in (name for name in OPTIONAL if name in old.column_names):
+        optional |= {name} if bool(old[name].is_valid().to_numpy()[kept].any()) else set()
+    schema = index_schema(update.format_version, optional)
 
     def groups() -> Iterator[pa.Table]:
         keys.clear()

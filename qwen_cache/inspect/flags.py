@@ -15,11 +15,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from qwen_cache.errors import IndexFileError
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.measured import MISALIGNED, Alignment, findings
 from qwen_cache.format.sample import BYTES_PER_ELEMENT, PIXELS_PER_TOKEN
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.images import cut_thumbnails, is_transparent, over_white
@@ -226,6 +227,8 @@ def statistics(values: Singles) -> dict[str, float]:
 THUMBNAIL = 256  # pixels of the longer side
 QUALITY = 85
 RED, OPACITY = (255, 0, 0), 0.5
+ARROW, ARROWS_AT = 0.12, (0.2, 0.5, 0.8)
+"""The length of the longest arrow of a misaligned control, and where arrows are, as fractions of the image."""
 
 
 class TitledImage(NamedTuple):
@@ -286,6 +289,13 @@ def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledI
     controls = images[len(targets) :]
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown += [("target", target) for target in targets]
+    measured = sample.row.meta.measured
+    for i, (control, found) in enumerate(
+        zip(controls, measured.controls if measured and targets else (), strict=False), 1
+    ):
+        height, width = (PIXELS_PER_TOKEN * side for side in sample.img_shapes[0][1:])
+        if found and found.displacement((width, height)) >= MISALIGNED:
+            shown.append((f"control {i} on target: {found}", onion_skin(targets[0], control, found, (width, height))))
     if "edit_mask" in sample:
         mask = numbers(sample, "edit_mask").reshape(sample.img_shapes[0][1:])
         shown.append(("edit mask", overlaid(targets[0], mask)))
@@ -300,6 +310,27 @@ def overlaid(image: Image.Image, mask: npt.NDArray[np.float32]) -> Image.Image:
     opacity = Image.fromarray((255 * OPACITY * mask).astype(np.uint8)).resize(image.size, Image.Resampling.NEAREST)
     shown = over_white(image).convert("L").convert("RGB")  # so that only the mask is red
     shown.paste(RED, (0, 0), opacity)
+    return shown
+
+
+def onion_skin(target: Image.Image, control: Image.Image, found: Alignment, size: tuple[int, int]) -> Image.Image:
+    """The target in cyan and its control in red, grey where they agree, with arrows from where the target has a point
+    to where the control has it; the arrows are longer than that, and the longest is `ARROW` of the width.
+
+    `size` is the width and height of the target, whose pixels `found` counts.
+    """
+    below, above = (over_white(each).convert("L") for each in (target, control.resize(target.size)))
+    shown = Image.merge("RGB", (above, below, below))
+    places = [(x, y) for x in ARROWS_AT for y in ARROWS_AT]
+    (shift_x, shift_y), (zoom_x, zoom_y) = found.shift, found.zoom
+    moves = [(shift_x + zoom_x * (x - 0.5) * size[0], shift_y + zoom_y * (y - 0.5) * size[1]) for x, y in places]
+    longer = ARROW * target.width / max(max(map(abs, move)) for move in moves)
+    pen = ImageDraw.Draw(shown)
+    for (x, y), (right, down) in zip(places, moves, strict=True):
+        begin = x * target.width, y * target.height
+        end = begin[0] + longer * right, begin[1] + longer * down
+        pen.line([begin, end], RED, width=2)
+        pen.circle(begin, 2, RED)
     return shown
 
 
@@ -445,6 +476,8 @@ FLAGS = {
     "repeated_target": "The same target under several prompts.",
     "identity_pair": "A control that is identical to the target: nothing is edited.",
     "frequent_prompt": "A prompt that more than a tenth of all samples share.",
+    "misaligned_control": "A control that is shifted or zoomed against its target, by half a pixel or more.",
+    "enlarged_target": "A target that is smaller than the size that is trained, and scaled up.",
     "long_prompt": "A prompt of more than 2000 bytes, some 500 tokens: the stock pipelines truncate at 512.",
     "empty_mask": "An edit mask that masks nothing.",
     "full_mask": "An edit mask over more than nine tenths of the image.",
@@ -492,14 +525,18 @@ def index_flags(cache: Cache) -> dict[str, Integers]:
     """Flags of the samples of a recipe that need no tensors."""
     with reading(cache.folder):
         frequent = pa.array(sorted(frequent_prompts(cache.table)), pa.string())
-        found: dict[str, list[Bools]] = {"identity_pair": [], "frequent_prompt": [], "long_prompt": []}
+        columns: dict[str, list[Bools]] = {"identity_pair": [], "frequent_prompt": [], "long_prompt": []}
         for batch in batches(cache.table, ("target", "controls", "prompt")):
             prompts = batch["prompt"].cast(pa.string())
-            found["identity_pair"].append(_has_target_among_controls(batch))
-            found["frequent_prompt"].append(_bools(pc.is_in(prompts, value_set=frequent)))
-            found["long_prompt"].append(_bools(pc.greater(pc.binary_length(prompts), LONG_PROMPT)))
-        positions = {flag: np.flatnonzero(np.concatenate([np.zeros(0, bool), *each])) for flag, each in found.items()}
-        return {"repeated_target": repeated_targets(cache.table)} | positions
+            columns["identity_pair"].append(_has_target_among_controls(batch))
+            columns["frequent_prompt"].append(_bools(pc.is_in(prompts, value_set=frequent)))
+            columns["long_prompt"].append(_bools(pc.greater(pc.binary_length(prompts), LONG_PROMPT)))
+        positions = {flag: np.flatnonzero(np.concatenate([np.zeros(0, bool), *each])) for flag, each in columns.items()}
+        found = {"repeated_target": repeated_targets(cache.table)} | positions
+        if (measured := findings(cache.table)).measured:
+            found |= {"misaligned_control": np.unique(measured.misaligned)}
+            found |= {"enlarged_target": np.sort(measured.enlarged)}
+        return found
 
 
 def _bools(column: pa.Array) -> Bools:

@@ -48,6 +48,7 @@ from qwen_cache.inspect.summary import (
     batch_row,
     import_origin,
     labelled_bins,
+    measured_line,
     partial_state,
     resolution,
     sample_counts,
@@ -574,6 +575,8 @@ def recipe_facts(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "imported", import_origin(settings)
     yield "model", f"{recipe['family']}, licence {recipe['license']}"
     yield "samples", sample_counts(recipe)
+    if line := measured_line(recipe["measured"]):
+        yield "images", line
     yield "identity", recipe["identity"]
     sizes = (f"{tensor} {human_bytes(count)}" for tensor, count in recipe["tensor_bytes"].items())
     yield "tensors", ", ".join(sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
+from qwen_cache.format.measured import Findings, findings
 from qwen_cache.format.remote import STAGING
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS
 from qwen_cache.inspect.flags import (
@@ -47,6 +48,7 @@ from qwen_cache.terminal import human_bytes, plural
 # exact.
 
 MAX_BINS = 12  # of a histogram
+WORST = 12  # misaligned controls and enlarged targets that are named
 SIZE_COLUMNS = ("img_shapes", "height", "width", "height_control", "width_control")
 COLUMNS = (
     *("target", "controls", "text_length", "source_rows", "edit_mask_from", "prefix_length"),
@@ -145,7 +147,7 @@ def count_recipe(cache: Cache) -> dict[str, Any]:
     with reading(cache.folder):
         for batch in batches(cache.table, COLUMNS):
             counts.add(batch)
-        saved = counts.savings()
+        saved, measured = counts.savings(), findings(cache.table)
     ratios = Counter[float]()
     for (h, w), count in counts.sizes.items():
         ratios[round(w / h, 2)] += count
@@ -160,6 +162,7 @@ def count_recipe(cache: Cache) -> dict[str, Any]:
         "to_generate": counts.to_generate,
         "edit_masks": counts.edit_masks,
         "edit_masks_from": _sorted(counts.masks_from),
+        "measured": measured_counts(cache, measured),
         "text_tokens": _spread(counts.texts),
         "image_tokens": _spread(counts.images),
         "histograms": {
@@ -171,6 +174,41 @@ def count_recipe(cache: Cache) -> dict[str, Any]:
         "tensor_bytes": {name: counts.tensor_bytes[name] for name in TENSORS[2] if name in counts.tensor_bytes},
         "saved": saved,
     }
+
+
+def measured_counts(cache: Cache, found: Findings) -> dict[str, Any]:
+    """The findings in the images of a recipe: counts, and the worst `WORST` of each kind."""
+    worst = replace(
+        found,
+        **{
+            name: getattr(found, name)[:WORST]
+            for name in ("enlarged", "factors", "misaligned", "controls", "alignments", "pixels")
+        },
+    ).to_json(lambda positions: take(cache, "name", positions))
+    return {
+        "samples": found.samples,
+        "measured": found.measured,
+        "pairs": found.pairs,
+        "misaligned": len(found.misaligned),
+        "enlarged": len(found.enlarged),
+        "most_misaligned": worst["misaligned"],
+        "most_enlarged": worst["enlarged"],
+    }
+
+
+def measured_line(measured: Mapping[str, Any]) -> str:
+    """The findings in the images on one line; empty without a target."""
+    if not measured["samples"]:
+        return ""
+    if not measured["measured"]:
+        return "not measured: built by an older version, imported or migrated"
+    misaligned, enlarged = measured["most_misaligned"], measured["most_enlarged"]
+    parts = [f"{measured['misaligned']:,} of {measured['pairs']:,} controls misaligned"]
+    parts[0] += f", by up to {misaligned[0]['pixels']:.3g} px" if misaligned else ""
+    parts += [f"{measured['enlarged']:,} of {measured['measured']:,} targets scaled up"]
+    parts[1] += f", by up to {enlarged[0]['factor']:.3g}×" if enlarged else ""
+    others = measured["samples"] - measured["measured"]
+    return "; ".join([*parts, *([f"{others:,} samples not measured"] if others else [])])
 
 
 def resolution(h: int, w: int) -> str:

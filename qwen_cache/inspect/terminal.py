@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qwen_cache.format.cache import find_sample, open_recipes
+from qwen_cache.format.measured import Alignment
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.inspect.flags import numbers, statistics, stored_thumbnails
 from qwen_cache.inspect.summary import (
@@ -18,6 +19,7 @@ from qwen_cache.inspect.summary import (
     batch_row,
     import_origin,
     labelled_bins,
+    measured_line,
     partial_state,
     sample_counts,
     savings_rows,
@@ -51,6 +53,7 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> t
         "prefix_length": meta.prefix_length,
         "image_positions": list(meta.image_positions),
         "edit_mask_from": meta.edit_mask_from,
+        "measured": meta.measured and meta.measured.to_json(),
         "inputs": meta.inputs.to_json(),
         "source_rows": row.source_rows,
         "shard": row.shard,
@@ -111,6 +114,11 @@ def _print_recipe(out: Any, name: str, surveyed: RecipeSurvey) -> None:
     if "imported_from" in settings:
         facts.add_row("imported", verbatim(import_origin(settings)))
     facts.add_row("samples", sample_counts(recipe))
+    if line := measured_line(recipe["measured"]):
+        facts.add_row("images", line)
+    for each in recipe["measured"]["most_misaligned"][:NAMES_SHOWN]:
+        alignment = Alignment(tuple(each["shift"]), tuple(each["zoom"]))
+        facts.add_row("", verbatim(f"{each['name']}: control {each['control']} {alignment}"))
     for kind in ("image", "text"):
         spread = recipe[f"{kind}_tokens"]
         if spread:
@@ -192,6 +200,8 @@ def print_sample(sample: Mapping[str, Any], images: Sequence[Image.Image] = ()) 
         facts.add_row("control", f"{size}  {digest}")
     if sample["edit_mask_from"]:
         facts.add_row("edit mask", verbatim(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
+    if sample["inputs"]["target"]:
+        facts.add_row("images", _measured(sample["measured"]))
     facts.add_row("prefix", f"{plural(sample['prefix_length'], 'token')} shared with the empty prompt")
     facts.add_row("stored in", f"{sample['shard']}, {human_bytes(sample['length'])} from byte {sample['offset']}")
     out.print(facts)
@@ -201,6 +211,14 @@ def print_sample(sample: Mapping[str, Any], images: Sequence[Image.Image] = ()) 
     locations = ((name, tensor["xxh3_128"], str(tensor["offset"]), tensor.get("codec", "")) for name, tensor in tensors)
     out.print()
     out.print(_table("tensor", "xxh3-128", "from byte", "codec", rows=locations))
+
+
+def _measured(measured: Mapping[str, Any] | None) -> str:
+    if measured is None:
+        return "not measured"
+    found = (each and Alignment(tuple(each["shift"]), tuple(each["zoom"])) for each in measured["controls"])
+    controls = (f"control {i} {each or 'is no copy of it'}" for i, each in enumerate(found, 1))
+    return ", ".join([f"target scaled by {measured['enlarged']:.3g}", *controls])
 
 
 def _in_colours(image: Image.Image) -> Any:

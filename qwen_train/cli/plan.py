@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
@@ -23,6 +23,16 @@ from qwen_cache.options import (
 from qwen_cache.settings.given import Given
 from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
 
+if TYPE_CHECKING:
+    from qwen_cache.settings.load import Config
+    from qwen_train.data.samples import Planned, Samples
+
+OTHERS = (
+    "musubi-tuner's docs 16 (epochs, at 5e-5); DiffSynth-Studio 250 (repeat 50, 5 epochs, at 1e-4); "
+    "diffusers' DreamBooth README 400 to 670 (500 steps of 4, for 3 to 5 images); for any number of images, "
+    'ai-toolkit\'s examples 2,000 steps (Qwen-Image) and 3,000 (Edit-2509): "500 - 4000 is a good range"'
+)
+"""Published by other trainers for LoRAs of these models."""
 LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
@@ -55,7 +65,7 @@ def plan(
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)
-    Planned.of(samples, settings.train)
+    planned = Planned.of(samples, settings.train)
     settings = with_model_of_caches(settings, samples, ("transformer",))
     name = check_name(settings.model.path)
     if here := find_here(name, (), settings.model.revision):
@@ -67,8 +77,21 @@ def plan(
     workload = memory.Workload.of(settings, samples)
     report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
     report |= decoding_in_training(settings, workload, capacity)
+    report |= {"steps": steps_per_image(settings, samples, planned)}
     (print_json if json else print_plan)(report)
     return 0 if report.get("fits", True) else FAULTS
+
+
+def steps_per_image(settings: Config, samples: Samples, planned: Planned) -> dict[str, Any]:
+    """How often a run of one process sees each image, and what other trainers publish."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    train = settings.train
+    per_step = planned.plan.summary().samples_per_batch * train.gradient_accumulation_steps
+    images = pc.count_distinct(samples.column("target").take(pa.array(planned.training))).as_py()
+    per_image = round(train.max_steps * per_step / images, 1)
+    return {"max_steps": train.max_steps, "per_step": round(per_step, 1), "images": images, "per_image": per_image}
 
 
 def capacity_of(text: str) -> int:
@@ -106,6 +129,12 @@ def print_plan(report: dict[str, Any]) -> None:
         )
     if report["host_memory"]:
         out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for the offloaded blocks, pinned")
+    steps = report["steps"]
+    of_samples = (
+        f"{steps['max_steps']:,} steps of {plural(steps['per_step'], 'sample')}, {plural(steps['images'], 'image')}"
+    )
+    out.print(f"[bold]steps per image[/]  {steps['per_image']:,}: {of_samples}", highlight=False)
+    out.print(f"  others, in steps of one sample per image: {OTHERS}", highlight=False)
     if "build" in report:
         build, predict = ({name: human_bytes(size) for name, size in report[it].items()} for it in ("build", "predict"))
         out.print(
