@@ -373,14 +373,21 @@ def resume_command(
 #     validation/
 #       step-500/KEY.safetensors, KEY.png   generated after step 500
 #       target/, controls/                  the cached images that belong to them; controls also as KEY-2.png, …
+#       losses/step-500.json                the losses of held-out samples after step 500
 
 VALIDATION = "validation"
 """The folder for the latents of validation images."""
+SAMPLE_LOSSES = "losses"
+"""Its folder for the validation losses of each sample: {KEY: [the loss in each quarter of the noise levels]}."""
 STEP = re.compile(r"step-(\d+)")
 """The name of the folder with the images of a step."""
 SCALES = "true_cfg_scale"
 """The entry of a file's metadata with the guidance of each of its images, as a JSON list; only of several images."""
 
+TRAINED = "trained"
+"""The entry of the metadata of a target that is trained."""
+EDIT_MASK = "edit_mask"
+"""The tensor `[S]` beside the latents of a target with one."""
 
 GENERATE = "set validation.prompts and build the cache, or set validation.num_images"
 

@@ -38,7 +38,7 @@ from qwen_train.training.prepare import Prepared, make_batches, note_commits, pl
 from qwen_train.training.processes import each_in_any_process, leave, together
 from qwen_train.training.report import renew_report
 from qwen_train.training.start import Start, starting
-from qwen_train.training.validation import ValidationImages, evaluating
+from qwen_train.training.validation import ValidationImages, evaluating, mean_losses
 
 
 def train(config: Config, *, resume: bool = False, to_encode: ToEncode | None = None) -> Path:
@@ -253,9 +253,12 @@ def validate(p: Prepared) -> dict[str, float]:
     if p.validation and p.validation.measures_loss(p.run.step, p.config.train.max_steps):
         device = p.accelerator.device
         with evaluation_weights(p.run.optimizer), evaluating(p.transformer):
-            losses = p.validation.losses(
+            measured = p.validation.losses(
                 lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
             )
+        if p.accelerator.is_main_process:
+            p.validation.write(p.out, p.run.step, measured)
+        losses = mean_losses(measured)
     if p.images and p.images.due(p.run.step):
         generate_images(p, p.images)
     return losses

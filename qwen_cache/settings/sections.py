@@ -460,7 +460,7 @@ class TrainConfig(BatchConfig):
     on_nan: Literal["stop", "skip"] = "stop"
     """How to handle a non-finite loss: stop the run, or skip the batch."""
     checkpoints_total_limit: NotNegative = 3
-    """Number of newest checkpoints to keep; 0 keeps all."""
+    """Number of newest checkpoints to keep, beside the one that `qwen-train best` proposes; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
 
 

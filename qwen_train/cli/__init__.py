@@ -11,6 +11,7 @@ COMMANDS = Commands(
             "run": "qwen_train.cli.run:run",
             "decode": "qwen_train.cli.decode:decode",
             "report": "qwen_train.cli.report:report",
+            "best": "qwen_train.cli.best:best",
             "config": "qwen_train.cli:config",
         },
         "Generate": {

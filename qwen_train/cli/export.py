@@ -9,6 +9,7 @@ from qwen_cache.extras import require
 from qwen_cache.options import CONFIG, JSON, MODEL_PATH, OUTPUT, SET, TRANSFORMER, argument, command, option
 from qwen_cache.settings.given import Given
 from qwen_cache.terminal import print_done, print_json
+from qwen_train.cli.best import STEP, chosen
 
 
 @command(
@@ -28,6 +29,7 @@ def export(
     out: Path = option(
         OUTPUT, "The output: a .safetensors file; with --to peft or merged, a folder.", "PATH", default=...
     ),
+    step: str | None = STEP,
     json: bool = JSON,
     config: Path | None = CONFIG,
     set_: list[str] | None = SET,
@@ -42,6 +44,7 @@ def export(
     require("torch")
     in_one_process("export")
     check_export(to, out)
+    source = chosen(source, step)
     find_lora(source)
     from qwen_train.lora import export as lora
 

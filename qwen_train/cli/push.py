@@ -10,11 +10,12 @@ from qwen_cache.options import CONFIG, JSON, MODEL, OUTPUT, SET, argument, comma
 from qwen_cache.settings.given import Given
 from qwen_cache.terminal import console, human_bytes, print_done, print_json, print_text
 from qwen_cache.text import plain
+from qwen_train.cli.best import STEP, chosen
 
 
 @command(
     page="howto/publish-a-lora.md",
-    examples=["qwen-train push out OWNER/NAME --dry-run", "qwen-train push out OWNER/NAME --private"],
+    examples=["qwen-train push out OWNER/NAME --dry-run", "qwen-train push out OWNER/NAME --step best --private"],
 )
 def push(
     folder: str | None = argument(
@@ -22,6 +23,7 @@ def push(
     ),
     repo: str | None = argument("REPO", "The repository on the Hugging Face hub, required: OWNER/NAME.", shown=False),
     base_model: str | None = option(MODEL, "The base model on the hub, if the run had it from a local folder.", "REPO"),
+    step: str | None = STEP,
     private: bool = flag("--private", OUTPUT, "Make the repository private."),
     revision: str | None = option(OUTPUT, "The branch; created if there is none.", "BRANCH"),
     no_images: bool = flag("--no-images", OUTPUT, "Upload no validation images and no prompts."),
@@ -44,7 +46,7 @@ def push(
     from qwen_train.training.publish import read_run, repository_of, upload
 
     name = repo.removeprefix("hf://")
-    run = read_run(Path(settings.train.output_dir), base_model, set_ or ())
+    run = read_run(chosen(Path(settings.train.output_dir), step), base_model, set_ or ())
     published = repository_of(run, name, with_images=not no_images, with_card=not keep_card)
     for file, size in published.sizes.items():
         console(always=dry_run).print(f"{plain(file)}, {human_bytes(size)}", markup=False)

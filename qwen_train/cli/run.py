@@ -151,6 +151,7 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
 def print_result(result: Path, start: Start, *, as_json: bool) -> None:
     """Print the path of the result and the next commands; or as JSON, with the output folder and the last metrics."""
     from qwen_train.run import METRICS_NAME
+    from qwen_train.training.best import best_of
     from qwen_train.training.metrics import read_metrics
     from qwen_train.training.report import REPORT_NAME
 
@@ -160,6 +161,9 @@ def print_result(result: Path, start: Start, *, as_json: bool) -> None:
         return
     print_done(result)
     console().print(f"report: {verbatim(start.out / REPORT_NAME)}", highlight=False)
+    best = best_of(start.out)
+    if best.step not in (None, start.config.train.max_steps):
+        console().print(f"best:   step {best.step}, as the report says", highlight=False)
     print_next(*_next_commands(start))
 
 

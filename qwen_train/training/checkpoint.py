@@ -36,6 +36,7 @@ from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
 from qwen_train.model.placement import Ema, assign, distribute_like, full_tensor
 from qwen_train.run import CHECKPOINT, STATE, checkpoints
+from qwen_train.training.best import best_checkpoint
 from qwen_train.training.optimizers import evaluation_weights, has_two_modes, trained_parameters
 from qwen_train.training.processes import all_gather_object, together
 from qwen_train.training.start import NEW_RUN, check_fixed
@@ -71,7 +72,8 @@ class Run:
 
 
 def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
-    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all); every process takes part.
+    """Write `checkpoint-<step>`, then remove all but the newest `keep` (0 keeps all) and the best so far; every process
+    takes part.
 
     Raises TrainError in every process if writing fails, or if there is a checkpoint of this step.
     """
@@ -109,8 +111,11 @@ def save_checkpoint(folder: Path, run: Run, keep: int) -> Path:
                     sync_file(file)
                 write_durably(temporary / STATE, json.dumps(state).encode("utf-8"))
                 write_checksums(temporary)
-            for _, old in checkpoints(folder)[:-keep] if keep else []:
-                remove_folder(old)
+            older = checkpoints(folder)[:-keep] if keep else []
+            best = best_checkpoint(folder) if older else None
+            for _, old in older:
+                if old != best:
+                    remove_folder(old)
     return final
 
 

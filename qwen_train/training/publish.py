@@ -49,7 +49,7 @@ from qwen_train.lora.files import (
     settings_in,
     type_of_names,
 )
-from qwen_train.run import RUN_FACTS_NAME, SCALES, STEP, VALIDATION, png_of, recorded, run_of
+from qwen_train.run import CHECKPOINT, RUN_FACTS_NAME, SCALES, STEP, VALIDATION, png_of, recorded, run_of
 from qwen_train.training.report import UNREADABLE
 
 CARD = "README.md"
@@ -142,7 +142,7 @@ def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_ca
         raise ConfigError("not the name of a repository", expected="OWNER/NAME", found=repo)
     check_repository_name(repo)
     files: dict[str, Path | bytes] = dict(_weights(run))
-    images = _images(run.run) if with_images else []
+    images = _images(run) if with_images else []
     files |= {f"{IMAGES}/{image.name}": image.data for image in images}
     text = _card(run, repo, images)
     card: dict[str, Path | bytes] = {CARD: text.encode("utf-8")} if with_card else {}
@@ -230,10 +230,12 @@ def _weights(run: RunFacts) -> Iterator[tuple[str, Path | bytes]]:
             yield name, path
 
 
-def _images(run: Path) -> list[ShownImage]:
-    """The images of the newest step that is decoded, in the order of their names."""
-    decoded = {path.parent for path in (run / VALIDATION).glob("step-*/*.png")}
+def _images(run: RunFacts) -> list[ShownImage]:
+    """The images of the newest step that is decoded, up to that of a checkpoint, in the order of their names."""
+    decoded = {path.parent for path in (run.run / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
+    if checkpoint := CHECKPOINT.fullmatch(run.folder.resolve().name):
+        steps = [each for each in steps if each[0] <= int(checkpoint[1])]
     if not steps:
         return []
     folder = steps[-1][1]

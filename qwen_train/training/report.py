@@ -48,6 +48,7 @@ from qwen_train.run import (
     checkpoints,
     png_of,
 )
+from qwen_train.training.best import Best, best_of, differences
 
 REPORT_NAME = "report.html"
 OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
@@ -103,15 +104,17 @@ def page(folder: Path) -> str:
     parts = ((RUN_FACTS_NAME, facts), (CONFIG_NAME, text), ("the state.json of the newest checkpoint", per_step))
     unread = [f"{plural(damaged, 'line')} of {METRICS_NAME}"] if damaged else []
     unread += [name for name, content in parts if content is None]
-    facts = facts or {}
+    facts, best = facts or {}, best_of(folder)
     return render(
         "run.html.jinja",
         title=f"Training run {folder.resolve().name}",
         facts=list(overview(folder, metrics, facts, per_step or 0)),
+        best=best,
+        score_rows=list(score_rows(best)),
         unread=unread,
         logged=bool(metrics),
         charts=list(charts(metrics)),
-        samples=validation_samples(folder),
+        samples=validation_samples(folder, best.step),
         data=[(name.replace("_", " "), _text_of(value)) for name, value in facts.items() if name not in OVERVIEW_FACTS],
         settings_name=CONFIG_NAME,
         settings=text,
@@ -195,6 +198,34 @@ def outcome(folder: Path) -> Iterator[tuple[Path, int]]:
         yield path.relative_to(folder), path.stat().st_size
     for path in sorted(path for path in folder.iterdir() if path.name.startswith(("checkpoint-", "transformer"))):
         yield path.relative_to(folder), sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoreRow:
+    """A step in the table of scores."""
+
+    step: int
+    note: str
+    cells: list[tuple[str, str]]
+    """The mean of each score; of those that judge, how it compares with the least."""
+
+
+def score_rows(best: Best) -> Iterator[ScoreRow]:
+    """The scores of each step, in the order of `best.scores`."""
+    cells = dict[int, list[tuple[str, str]]]({step: [] for step in best.steps})
+    for score in best.scores.scores:
+        found = dict(zip(score.steps, zip(score.means.values(), differences(score), strict=True), strict=True))
+        for step, row in cells.items():
+            mean, (more, error) = found.get(step, (None, (0.0, None)))
+            compared = more > 0 and error is not None and score.name in best.judges
+            row.append(
+                ("" if mean is None else number(mean), f"+{number(more)} ± {number(error or 0.0)}" if compared else "")
+            )
+    for step, row in cells.items():
+        yield ScoreRow(step, best.note(step), row)
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
@@ -293,8 +324,9 @@ class ValidationSample:
     strips: list[Strip]
 
 
-def validation_samples(folder: Path) -> list[ValidationSample]:
-    """The samples of the newest two steps, since the images of the newest may still come, by their names."""
+def validation_samples(folder: Path, best: int | None = None) -> list[ValidationSample]:
+    """The samples of the newest two steps, since the images of the newest may still come, by their names; the images
+    of the proposed step say so."""
     decoded = {path.parent for path in (folder / VALIDATION).glob("step-*/*.png")}
     steps = sorted((int(match[1]), path) for path in decoded if (match := STEP.fullmatch(path.name)))
     stems: dict[str, None] = {}
@@ -302,7 +334,8 @@ def validation_samples(folder: Path) -> list[ValidationSample]:
         pngs = sorted(path.glob("*.png"))
         further = {png_of(png, i) for png in pngs for i in range(1, len(_scales(_metadata(png))))}
         stems |= dict.fromkeys(png.stem for png in pngs if png not in further)
-    found = [_validation_sample(folder / VALIDATION, stem, shown_steps(steps)) for stem in stems]
+    shown = shown_steps(steps, best)
+    found = [_validation_sample(folder / VALIDATION, stem, shown, best) for stem in stems]
     return sorted(found, key=lambda sample: natural_order(sample.name))
 
 
@@ -311,14 +344,17 @@ def natural_order(name: str) -> list[str | int]:
     return [int(part) if i % 2 else part for i, part in enumerate(DIGITS.split(name))]
 
 
-def shown_steps(steps: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """The first and the last steps, and up to `SHOWN_STEPS` in all, evenly spaced between them."""
+def shown_steps(steps: Sequence[tuple[int, Path]], best: int | None = None) -> list[tuple[int, Path]]:
+    """The first and the last steps, and up to `SHOWN_STEPS` in all, evenly spaced between them; and the best one."""
     if len(steps) <= SHOWN_STEPS:
         return list(steps)
-    return [steps[round(i * (len(steps) - 1) / (SHOWN_STEPS - 1))] for i in range(SHOWN_STEPS)]
+    shown = {round(i * (len(steps) - 1) / (SHOWN_STEPS - 1)) for i in range(SHOWN_STEPS)}
+    return [each for i, each in enumerate(steps) if i in shown or each[0] == best]
 
 
-def _validation_sample(folder: Path, stem: str, steps: Sequence[tuple[int, Path]]) -> ValidationSample:
+def _validation_sample(
+    folder: Path, stem: str, steps: Sequence[tuple[int, Path]], best: int | None
+) -> ValidationSample:
     """Strips of the shown steps, one for each guidance, of which the first begins with controls and target."""
     pngs = {path.name: path for path in (folder / "controls").glob("*.png")}
     names = (png_of(Path(f"{stem}.png"), i).name for i in count())
@@ -329,8 +365,9 @@ def _validation_sample(folder: Path, stem: str, steps: Sequence[tuple[int, Path]
     for step, decoded in steps:
         png = decoded / f"{stem}.png"
         metadata |= _metadata(png)
+        caption = f"after step {step}{', proposed' if step == best else ''}" if step else "before training"
         for i, title in enumerate(_scales(_metadata(png))):
-            strips.setdefault(title, []).append((png_of(png, i), f"after step {step}" if step else "before training"))
+            strips.setdefault(title, []).append((png_of(png, i), caption))
     images = {title: [_image(path, caption) for path, caption in row if path.exists()] for title, row in strips.items()}
     shown = [Strip(title, row) for title, row in images.items() if row]
     beside = [_image(path, caption) for path, caption in given if path.exists()]

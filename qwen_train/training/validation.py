@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 import xxhash
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteScheduler
@@ -32,7 +35,9 @@ from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.data.samples import Mixture, no_empty_prompt
 from qwen_train.inference.cached import generate_cached, initial_latents
-from qwen_train.run import LEVELS, LOSS, LOSSES, SCALES, VALIDATION
+from qwen_train.run import EDIT_MASK, LEVELS, LOSS, LOSSES, SAMPLE_LOSSES, SCALES, TRAINED, VALIDATION
+
+T = TypeVar("T")
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 # Validation on held-out samples: their loss.
@@ -55,19 +60,30 @@ class Validation:
         every = self.config.validation_steps
         return every is not None and (step % every == 0 or step == max_steps)
 
-    def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> dict[str, float]:
-        """The mean loss over the samples of all processes: overall, and per quarter of the noise levels.
+    def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> Float[Tensor, "N 4"]:
+        """The loss of each sample of all processes in each quarter of the noise levels.
 
         One sample at a time: a sample's loss then does not depend on others, and it takes less memory than training.
         """
-        sums = torch.zeros(LEVELS, dtype=torch.float64)
-        for sample, is_filler in rank_samples(self.samples, accelerator):
-            for level, noised in enumerate(noised_samples(sample)):
+        losses = torch.zeros(len(self.samples), LEVELS, dtype=torch.float64)
+        for i, is_filler in rank_samples(range(len(self.samples)), accelerator):
+            for level, noised in enumerate(noised_samples(self.samples[i])):
                 loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
-                sums[level] += 0.0 if is_filler else loss
-        sums = accelerator.reduce(sums.to(accelerator.device)) if accelerator.num_processes > 1 else sums
-        means = (sums / len(self.samples)).tolist()
-        return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
+                losses[i, level] = 0.0 if is_filler else loss
+        return accelerator.reduce(losses.to(accelerator.device)) if accelerator.num_processes > 1 else losses
+
+    def write(self, folder: Path, step: int, losses: Float[Tensor, "N 4"]) -> None:
+        """Write the losses to `folder`/validation/losses, by the keys of their samples."""
+        keys = [sample.key for sample in self.samples]
+        make_folder(folder / VALIDATION / SAMPLE_LOSSES)
+        data = json.dumps(dict(zip(keys, losses.tolist(), strict=True))).encode("utf-8")
+        write_durably(folder / VALIDATION / SAMPLE_LOSSES / f"step-{step}.json", data)
+
+
+def mean_losses(losses: Float[Tensor, "N 4"]) -> dict[str, float]:
+    """The means over the samples: overall, and per quarter of the noise levels."""
+    means = losses.mean(dim=0).tolist()
+    return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
 
 def make_validation(config: Config, batches: Batches) -> Validation | None:
@@ -118,8 +134,8 @@ def evaluating(transformer: Any) -> Iterator[None]:
         transformer.train()
 
 
-def rank_samples(samples: Sequence[Sample], accelerator: Any) -> Iterator[tuple[Sample, bool]]:
-    """The samples of this rank, and whether each is a filler, whose result is discarded.
+def rank_samples(samples: Sequence[T], accelerator: Any) -> Iterator[tuple[T, bool]]:
+    """The samples of this rank, or their numbers, and whether each is a filler, whose result is discarded.
 
     Fillers give every rank the same number of samples: ranks that hold shards of the weights must run in step.
     """
@@ -163,6 +179,8 @@ class ValidationImages:
     scheduler: dict[str, Any]
     """The model's scheduler_config.json."""
     family: Family
+    trained: frozenset[str] = frozenset()
+    """The keys of those that are trained."""
 
     @property
     def count(self) -> int:
@@ -194,9 +212,11 @@ class ValidationImages:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
             latents, words = torch.cat(images), {SCALES: json.dumps(scales)} if len(scales) > 1 else {}
-            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(scales), **words)
+            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(scales), words)
             if "image_latents" in sample:
-                save_latents(folder / VALIDATION / "target", sample, sample["image_latents"], target)
+                words = {TRAINED: "true"} if sample.key in self.trained else {}
+                mask = {EDIT_MASK: sample[EDIT_MASK]} if EDIT_MASK in sample else {}
+                save_latents(folder / VALIDATION / "target", sample, sample["image_latents"], target, words, mask)
             if controls:
                 save_latents(folder / VALIDATION / "controls", sample, sample["control_latents"], controls)
 
@@ -237,7 +257,16 @@ def make_validation_images(
     if not samples:
         return None
     samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
-    return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family)
+    trained = trained_of(batches, [sample.key for sample in samples])
+    return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family, trained)
+
+
+def trained_of(batches: Batches, keys: Sequence[str]) -> frozenset[str]:
+    """The keys among `keys` that are trained; none where samples are known only once they are encoded."""
+    if not batches.cache.has_index:
+        return frozenset()
+    trained = batches.cache.column("key").take(batches.training)
+    return frozenset(trained.filter(pc.is_in(trained, pa.array(keys))).to_pylist())
 
 
 def cached_images(config: Config, batches: Batches) -> tuple[Sample, ...]:
@@ -249,10 +278,15 @@ def cached_images(config: Config, batches: Batches) -> tuple[Sample, ...]:
 
 
 def save_latents(
-    folder: Path, sample: Sample, latents: Float[Tensor, "S 64"], img_shapes: ImgShapes, **words: str
+    folder: Path,
+    sample: Sample,
+    latents: Float[Tensor, "S 64"],
+    img_shapes: ImgShapes,
+    words: Mapping[str, str] = MappingProxyType({}),
+    others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Write packed latents of one or more images, with the metadata that `qwen-train decode` and the report need."""
+    """Write packed latents of one or more images, with what `qwen-train decode`, `best` and the report need."""
     make_folder(folder)
     metadata = {"img_shapes": json.dumps(img_shapes), "name": sample.name, "prompt": sample.prompt, **words}
-    data = save({"latents": latents.cpu().contiguous()}, metadata)
+    data = save({name: each.cpu().contiguous() for name, each in {"latents": latents, **others}.items()}, metadata)
     write_durably(folder / f"{sample.key}.safetensors", *sealed(data))
