@@ -274,6 +274,19 @@ def test_a_seed_gives_the_batches_that_it_always_gave(settings: dict[str, Any], 
     assert [samples_of(plan, [batch]) for batch in found] == expected
 
 
+def test_a_plan_that_takes_over_goes_on_with_the_next_epoch() -> None:
+    """As a run that follows a cache goes on with another commit: the order of that epoch, and positions of its own."""
+    tokens, settings = wide_mixture(20), TrainConfig(batch_size=3, seed=7)
+    whole = BatchPlan(tokens, settings)
+    begin = whole.next_begin(40)
+    plan, found = BatchPlan(tokens, settings, begin=begin), list[list[int]]()
+    while sum(map(len, found)) < 20:
+        found.append(plan.batch(40 + sum(map(len, found))))
+    assert (begin.epoch, begin.position) == (2, 40)
+    assert samples_of(plan, found) == samples_of(whole, epochs(whole, 3)[2])
+    assert found == epochs(whole, 3)[2]
+
+
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 

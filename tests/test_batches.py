@@ -45,8 +45,13 @@ from qwen_train.data.served import ServedSamples
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
 from qwen_train.model.loading import timesteps_from
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
+from qwen_train.run import Launch
 from qwen_train.train import batches_per_step
 from qwen_train.training.loss import compute_loss
+from qwen_train.training.prepare import make_batches
+from qwen_train.training.start import starting
+
+from .support.runs import Trainer
 
 Built = Callable[..., Path]
 V1 = ("--format", "v1")
@@ -185,6 +190,14 @@ def test_samples_do_not_depend_on_their_batch_or_process(cache: Cache, settings:
     expected = [sample for epoch in trained for batch in epoch_of(alone, epoch) for sample in singles(batch)]
     for sample in found:
         expected.pop(next(i for i, other in enumerate(expected) if same_sample(sample, other)))
+
+
+def test_ranks_are_counted_over_all_machines(train: Trainer) -> None:
+    """Two machines with two processes each: the last of all is the second of its machine."""
+    accelerator: Any = SimpleNamespace(num_processes=4, process_index=3, local_process_index=1)
+    with starting(train.config(), Launch()) as start:
+        stream, *_ = make_batches(start, start.config, accelerator)
+    assert (stream.rank, stream.world_size) == (3, 4)
 
 
 def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(cache: Cache) -> None:

@@ -25,7 +25,7 @@ import s3fs
 from botocore.exceptions import ClientError
 
 from qwen_cache import open_cache
-from qwen_cache.errors import QwenCacheError
+from qwen_cache.errors import ConflictError, QwenCacheError
 from qwen_cache.format import directory
 from qwen_cache.format import remote as format_remote
 from qwen_cache.format.cache import RemoteShards
@@ -330,6 +330,23 @@ def test_a_lost_answer_to_the_end_of_an_upload_is_told_from_a_lost_upload(
             stores._complete(other, "upload", [], size)
 
 
+def test_an_upload_by_parts_that_fails_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the bucket would keep its parts, unseen and paid for."""
+    methods: list[str] = []
+
+    def call(url: Url, what: str, method: str, *_: Any, **options: Any) -> dict[str, str]:
+        methods.append(method)
+        if method == "upload_part":
+            raise QwenCacheError("writing is refused")
+        return {"UploadId": "1"}
+
+    (tmp_path / "large.tar").write_bytes(b"12345")
+    monkeypatch.setattr(stores, "_call", call)
+    with pytest.raises(QwenCacheError, match="writing is refused"):
+        stores._put_parts(Url("s3://bucket/large.tar"), tmp_path / "large.tar", 5, Event())
+    assert methods == ["create_multipart_upload", "upload_part", "abort_multipart_upload"]
+
+
 @pytest.mark.parametrize("later", ["add", "wait"])
 def test_an_upload_that_fails_ends_the_build(later: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When the next shards are sealed, or at the end."""
@@ -412,6 +429,26 @@ def test_of_two_builders_one_commits(
     assert build(pairs, tmp_path / "expected", model).code == 0
     assert content(url) == content(tmp_path / "expected")
     valid(url)
+
+
+def test_a_commit_after_another_is_refused_and_a_killed_one_is_finished(
+    url: str, s3: object, built: Callable[[str], Path]
+) -> None:
+    """What the other has committed stays; the copy of its index follows."""
+    here, there, store = built("edit-plus"), Url(url), S3Store()
+    manifest, index = open_cache(here).manifest, (here / "index.parquet").read_bytes()
+    other = replace(manifest, written_by={"qwen-cache": "of the other"}).to_bytes()
+    store.put(there / MANIFEST_NAME, other)
+    with pytest.raises(ConflictError, match="another build has committed to this cache since this one read it"):
+        format_remote.commit(there, manifest, index, Manifest.empty(2))
+    assert (there / MANIFEST_NAME).read_bytes() == other
+    store.put(there / format_remote.index_name(manifest), index)
+    for before in (None, b"of the commit before"):
+        store.delete([there / "index.parquet"])
+        if before:
+            store.put(there / "index.parquet", before)
+        format_remote.finish_commit(there)
+        assert (there / "index.parquet").read_bytes() == index
 
 
 # ---- other commands --------------------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +21,16 @@ import torch
 from PIL import Image
 
 from qwen_cache import open_cache
+from qwen_cache.batching import BEGIN, Begin
+from qwen_cache.errors import ConfigError, TrainError
+from qwen_cache.format import directory
+from qwen_cache.format.manifest import MANIFEST_NAME, IndexFile, Manifest
+from qwen_cache.storage.remembered import write_checksums
 from qwen_train import train as training
 from qwen_train.data import commits
+from qwen_train.data.commits import TakenIn
+from qwen_train.data.samples import Mixture
+from qwen_train.training.follow import Follower
 
 from .support.caches import build
 from .support.commands import refused
@@ -101,16 +111,119 @@ def at_batches(patch: pytest.MonkeyPatch, actions: dict[int, Callable[[], None]]
     return seen
 
 
+# ---- the follower alone ----------------------------------------------------------------------------------------------
+
+
+def followed(train: Trainer, taken: Sequence[TakenIn] = ()) -> Follower:
+    """The follower of a new run, or of one that is resumed when it had taken in these commits."""
+    config, out = train.config(settings=FOLLOW), train.folder / "out"
+    if taken:
+        samples = commits.open_commits(config, taken[-1].commits, taken[-1].recipes, out)
+    else:
+        samples = Mixture([open_cache(train.cache)], commits.followed(config))
+    start: Any = SimpleNamespace(config=config, out=out, samples=samples, taken=tuple(taken))
+    return Follower.beginning(start, is_main=True)
+
+
+def count(samples: Mixture, begin: Begin) -> int:
+    return len(samples)
+
+
+def test_a_resumed_follower_decides_what_was_decided_and_has_what_that_takes(growing: Growing, follow: Trainer) -> None:
+    """An end of an epoch without a new commit, and two with; a checkpoint is at the first commit."""
+    ends = [Begin(1, 4, 4, 2), Begin(2, 8, 8, 4), Begin(3, 15, 15, 8)]
+    growing.commit(0)
+    first, out = followed(follow), follow.folder / "out"
+    (out / "checkpoint-1").mkdir()
+    state = {"fixed": {}, "origin": {"model": "a model"}, "commits": [first.taken[0].to_json()]}
+    (out / "checkpoint-1" / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    write_checksums(out / "checkpoint-1")
+    found = [first.look(ends[0], 3, count)]
+    for number in (1, 2):
+        growing.commit(number)
+        found.append(first.look(ends[number], 4 * number + 1, count))
+    assert found == [None, 7, 9]
+    again = followed(follow, first.taken[:1])
+    assert [again.look(end, step, count) for end, step in zip(ends, (3, 5, 9), strict=True)] == found
+    assert again.taken == first.taken
+
+
+def test_only_a_commit_with_other_samples_that_is_accepted_is_taken_in(
+    growing: Growing, follow: Trainer, tiny_model: Callable[[str], Path]
+) -> None:
+    growing.commit(0)
+    follower, out = followed(follow), follow.folder / "out"
+    manifest = directory.read_manifest(growing.folder)
+    assert manifest
+    rewritten = replace(manifest, written_by={"qwen-cache": "another version"})
+    (growing.folder / MANIFEST_NAME).write_bytes(rewritten.to_bytes())
+    assert follower.look(Begin(1, 4, 4, 2), 3, count) is None
+
+    def refuse(*_: object) -> int:
+        raise ConfigError("it does not fit")
+
+    growing.commit(1)
+    with pytest.raises(ConfigError, match="it does not fit"):
+        follower.look(Begin(2, 8, 8, 4), 5, refuse)
+    options = ("--set", "data.vae_image_size=9216", "--replace")
+    assert build(follow.folder / "source", growing.folder, tiny_model("edit-plus"), *options).code == 0
+    with pytest.raises(TrainError, match="another recipe"):
+        follower.look(Begin(2, 8, 8, 4), 5, count)
+    assert len(follower.taken) == len(commits.read_sequence(out).taken) == 1
+    growing.commit(2)
+    assert follower.look(Begin(2, 8, 8, 4), 5, count) == 9
+
+
+def test_a_commit_is_kept_whole_or_once_more(
+    growing: Growing, follow: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that dies between the two files of a commit keeps it again, and reads it when the cache has another."""
+    growing.commit(0)
+    write, written, config, out = commits.write_durably, list[str](), follow.config(settings=FOLLOW), follow.folder
+
+    def die(path: Path, *data: Any) -> None:
+        if written:
+            raise Crash
+        written.append(path.name)
+        write(path, *data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(commits, "write_durably", die)
+        with pytest.raises(Crash):
+            commits.keep_commits(config, out)
+    kept = commits.keep_commits(config, out)
+    growing.commit(1)
+    assert len(commits.open_commits(config, kept, [None], out)) == COUNTS[0]
+
+
+def test_what_was_trained_is_saved_before_a_refused_commit_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise TrainError("another recipe")
+
+    saved, plan = list[object](), SimpleNamespace(enters_an_epoch=lambda *_: True, next_begin=lambda _: BEGIN)
+    monkeypatch.setattr(training, "save", saved.append)
+    p: Any = SimpleNamespace(start=None, config=SimpleNamespace(train=SimpleNamespace(gradient_accumulation_steps=1)))
+    p.run, p.saved, p.accelerator = SimpleNamespace(step=2, consumed_samples=4), 1, None
+    p.batches, p.follower = SimpleNamespace(plan=plan, world_size=1), SimpleNamespace(look=refuse)
+    with pytest.raises(TrainError, match="another recipe"):
+        training.take_in_commit(p)
+    assert saved == [p]
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
 def test_without_new_commits_it_is_the_run_without_following(growing: Growing, follow: Trainer) -> None:
     growing.commit(1)
-    settings = {**FOLLOW, "train.max_steps": 6, "train.gradient_accumulation_steps": 2}
+    settings = {**FOLLOW, "train.max_steps": 4, "train.gradient_accumulation_steps": 2}
+    settings |= {"train.checkpointing_steps": 100}
     plain = follow(settings=settings | {"train.follow": False}, out="plain")
     out = follow("--follow", settings=settings | {"train.follow": False})
     for name in ("loss", "grad_norm", "learning_rate"):
         assert column(out, name) == column(plain, name)
     weights = "pytorch_lora_weights.safetensors"
     assert (out / weights).read_bytes() == (plain / weights).read_bytes()
-    assert column(out, "cache_samples") == [7] * 6
+    assert column(out, "cache_samples") == [7] * 4
 
 
 def epochs_of(seen: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> list[list[str]]:
@@ -286,7 +399,12 @@ def test_it_waits_for_the_first_commit(growing: Growing, follow: Trainer, monkey
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
+        """A commit without samples comes first."""
         waited.append(seconds)
+        if len(waited) == 1:
+            growing.folder.mkdir()
+            empty = replace(Manifest.empty(2), index=IndexFile(0, 1, 32 * "0"))
+            (growing.folder / MANIFEST_NAME).write_bytes(empty.to_bytes())
         if len(waited) == 3:
             growing.commit(0)
 

@@ -353,6 +353,22 @@ def refuse_to_wait(seconds: float) -> None:
     raise AssertionError("a second attempt")
 
 
+@pytest.mark.parametrize("error", [TimeoutError(), ConnectionResetError("cut")], ids=repr)
+def test_the_last_of_all_attempts_is_an_error(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever ended the one before, reading or writing: nothing that did not arrive passes for done."""
+
+    def fail(*_: object) -> None:
+        attempts.append(error)
+        raise error
+
+    attempts: list[Exception] = []
+    monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
+    monkeypatch.setattr(remote, "ATTEMPTS", 3)
+    with pytest.raises(QwenCacheError, match="writing failed 3 times"):
+        remote.Url("memory://folder/file").call(fail, "writing")
+    assert len(attempts) == 3
+
+
 def test_permanent_errors_are_not_retried(served: Server) -> None:
     cache = open_cache(served.url)
     shard = cache.row(0).shard
