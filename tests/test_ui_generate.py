@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from qwen_train.ui import search
+from qwen_train.ui.job import ENDED
 from qwen_train.ui.workspace import Workspace
 
 from .support.ui import opened
@@ -286,6 +288,7 @@ def test_a_planted_job_does_not_hide_the_results(started: Any, about: dict[str, 
     file = state / "jobs" / job["id"] / "job.json"
     written = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(written | {"about": written["about"] | about}), encoding="utf-8")
+    (file.parent / ENDED).write_text(json.dumps({"time": time.time(), "code": 0}), encoding="utf-8")
     (result,) = client.get("/api/generate/results").json()
     assert len(result["images"]) == ("grid" in about)
 

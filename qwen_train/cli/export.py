@@ -23,13 +23,13 @@ def export(
     source: Path = argument("LORA", "A LoRA: its file, or the folder of a run.", default=...),
     model: Given | None = MODEL_PATH,
     transformer: Given | None = TRANSFORMER,
+    step: str | None = STEP,
     to: Literal["diffusers", "comfyui", "peft", "merged"] = option(
         OUTPUT, "The format; merged: the LoRA added to the model's weights.", default=...
     ),
     out: Path = option(
         OUTPUT, "The output: a .safetensors file; with --to peft or merged, a folder.", "PATH", default=...
     ),
-    step: str | None = STEP,
     json: bool = JSON,
     config: Path | None = CONFIG,
     set_: list[str] | None = SET,

@@ -68,7 +68,7 @@ export class TrainForm {
     const about = Object.fromEntries(own.map((each) => [each.key, each.description]));
     const make = (key, title, value, offered) => field(key, title, about[key], value || (this.base[key] ?? ""), offered);
     this.fields = {
-      "cache.path": make("cache.path", "Cache", chosen("cache"), places.caches),
+      "cache.path": make("cache.path", "Cache", chosen("cache") || usual(own, places.caches), places.caches),
       "model.path": make("model.path", "Model", chosen("model"), places.models),
       "train.output_dir": make("train.output_dir", "Output folder", places.out, []),
     };
@@ -237,6 +237,12 @@ export class TrainForm {
     at("filled").hidden = true;
     onstart(job);
   }
+}
+
+// The cache to begin with: that of qwen.yaml, or if it names none, the default one if it is there, else one that is.
+function usual(settings, caches) {
+  const { value, default: named } = settings.find((each) => each.key === "cache.path");
+  return value === named && !caches.includes(value) ? caches[0] : value;
 }
 
 // A field with suggestions, and a place for what is wrong with it.
