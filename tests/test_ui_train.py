@@ -602,12 +602,28 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         commands = plot.locator(".curve.faint > path").first.get_attribute("d")
         assert [commands.count(letter) for letter in "ML"] == [2, 5], "a break at the value that is not finite"
         assert page.locator(".chart.large .chart-note").inner_text() == "× 1 value is not finite."
+        for key, shown in (
+            ("Home", ["1", "8"]),
+            ("+", ["1", "5"]),
+            ("Shift+ArrowRight", ["2", "6"]),
+            ("0", ["1", "8"]),
+        ):
+            plot.press(key)
+            wait_until(lambda: [each.input_value() for each in page.locator("#range-tools input").all()] == shown)  # noqa: B023
+            assert {each.get_attribute("aria-valuemax") for each in page.locator(".chart-plot").all()} == {shown[1]}
         page.get_by_role("checkbox", name="Show two").press("Space")
         page.locator("#differences tbody tr").wait_for()
         assert page.locator("#differences tbody").inner_text().split() == ["train.seed", "(not", "set)", "7"]
         assert page.locator(".by-step tbody tr").count() == 2
         page.get_by_role("button", name="two, as logged", exact=True).press("Enter")
         page.locator(".chart.large [aria-pressed=false]").wait_for()
+        page.locator("#compare-part summary").press("Enter")
+        slider = page.get_by_role("slider", name="Part of the left image")
+        slider.press("End")
+        assert slider.get_attribute("aria-valuetext").startswith(
+            "100 % out, before training, without the LoRA, 0 % two, "
+        )
+        assert page.locator(".compare-view img").nth(1).evaluate("img => img.style.clipPath") == "inset(0px 0% 0px 0px)"
         page.locator(".by-step button").last.press("Enter")
         page.locator("#enlarged[open]").wait_for()
         assert page.locator("#enlarged-title").inner_text() == "red: two, step 5"

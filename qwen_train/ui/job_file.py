@@ -84,7 +84,7 @@ def paths_of(job: Job) -> list[dict[str, Any]]:
 
 
 def _places(arguments: Sequence[str]) -> Iterator[str]:
-    """What may be a path: arguments without a dash, values of options with a slash, and texts in settings."""
+    """The texts that may be paths: arguments without a dash, values of options with a slash, and texts in settings."""
     before = "--"
     for text in arguments[1:]:
         name, _, value = text.partition("=")

@@ -327,7 +327,8 @@ export class Chart {
   }
 
   // The values at a step: of each curve its nearest point, with its own step where that is another one.
-  showStep(step) {
+  showStep(asked) {
+    const step = asked === null || this.isInside(asked) ? asked : null; // the range was moved since
     this.step = step;
     if (!this.cursor || !this.curves.length) return;
     this.cursor.replaceChildren();
