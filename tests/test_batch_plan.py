@@ -275,7 +275,7 @@ def test_a_seed_gives_the_batches_that_it_always_gave(settings: dict[str, Any], 
 
 
 def test_a_plan_that_takes_over_goes_on_with_the_next_epoch() -> None:
-    """As a run that follows a cache continues with another commit: the order of that epoch, and positions of its own."""
+    """As a run continues with another commit of its cache: the order of that epoch, and positions of its own."""
     tokens, settings = wide_mixture(20), TrainConfig(batch_size=3, seed=7)
     whole = BatchPlan(tokens, settings)
     begin = whole.next_begin(40)

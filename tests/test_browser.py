@@ -85,8 +85,8 @@ UNREADABLE = r"""
     const svg = element.closest("svg"), scale = svg ? svg.getScreenCTM().d : 1;
     judge(element, text, svg ? style.fill : style.color, 4.5);
     if (parseFloat(style.fontSize) * scale < 11) unreadable.push(`${text}: too small`);
-    const isInReach = element.closest(".scores"); // a table that scrolls in its box
-    if (!isInReach && (box.left < 0 || box.right > innerWidth)) unreadable.push(`${text}: outside, ${box.left} to ${box.right}`);
+    if (element.closest(".scores")) continue; // a table that scrolls in its box
+    if (box.left < 0 || box.right > innerWidth) unreadable.push(`${text}: outside, ${box.left} to ${box.right}`);
   }
   for (const control of document.querySelectorAll("input, select"))
     if (control.getClientRects().length) judge(control, control.id, getComputedStyle(control).color, 4.5);
