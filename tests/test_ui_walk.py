@@ -35,7 +35,7 @@ data: {vae_image_size: 16384}
 cache: {dtype: float32}
 train:
   max_steps: 50
-  gradient_accumulation_steps: 12
+  gradient_accumulation_steps: 40
   gradient_checkpointing: false
   mixed_precision: "no"
   checkpointing_steps: 25
