@@ -172,7 +172,7 @@ def test_the_curves_are_those_of_the_metrics(train: Trainer) -> None:
         assert (curve.min(axis=0).tolist(), curve.max(axis=0).tolist()) == ([0, 0], [GRID, GRID])
     (chart,) = (chart for title, chart in charts.items() if title.startswith("validation loss"))
     measures = ("validation_loss", *(f"validation_loss_q{i}" for i in (1, 2, 3, 4)))
-    plotted = np.array([[line[name] for name in measures] for line in lines])
+    plotted = np.array([[line[name] for name in measures] for line in metrics(out)])  # with the one before training
     assert labels(chart)[:2] == pytest.approx([plotted.max(), plotted.min()], rel=1e-3)
     heights = np.array([curve[:, 1] for curve in curves(chart)]).T
     assert np.corrcoef(heights.ravel(), plotted.ravel())[0, 1] < -0.9999

@@ -272,7 +272,9 @@ def trained_of(batches: Batches, keys: Sequence[str]) -> frozenset[str]:
 def cached_images(config: Config, batches: Batches) -> tuple[Sample, ...]:
     """The samples of validation.num_images: held-out ones, or trained ones in a run that holds out none."""
     count = config.validation.num_images
-    if count and config.train.validation_split:
+    if not count:
+        return ()
+    if config.train.validation_split:
         return held_out(config, batches, count)
     return first_by_key(batches, batches.training, count)
 
