@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass, transform_subclass
-from torch.utils._pytree import tree_leaves
 
 from qwen_cache.models.hardware import ON_DEVICE, WHOLE, Placement, choose_name, piece_sizes
 from qwen_cache.models.quantization import quantize
@@ -416,6 +415,10 @@ def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
     return int(live.peak)
 
 
+_LAYOUTS: dict[torch.dtype, dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
+"""The layout of the new tensor, by function and arguments, of this process; by the default dtype, that of some calls."""
+
+
 class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of tensors created on "meta" while entered, and their peak.
 
@@ -430,8 +433,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.peak = 0, 0
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
-        self.layouts: dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
-        """The layout of the new tensor, by function and arguments."""
+        self.layouts = _LAYOUTS.setdefault(torch.get_default_dtype(), {})
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -442,12 +444,11 @@ class LiveBytes(TorchDispatchMode):
         else:
             result = function(*args, **kwargs)
             if not types and isinstance(result, Tensor) and result.is_meta and not result.storage_offset():
-                inputs = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
-                own = result.untyped_storage()._cdata
+                own, inputs = result.untyped_storage()._cdata, _tensors((*args, *kwargs.values()))
                 if all(tensor.is_meta and tensor.untyped_storage()._cdata != own for tensor in inputs):
                     self.layouts[call] = result.shape, result.stride(), result.dtype
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.is_meta:
+        for tensor in _tensors(result):
+            if tensor.is_meta:
                 self._add(tensor.untyped_storage())
         return result
 
@@ -498,6 +499,15 @@ def course_of(run: Callable[[], object], *known: nn.Module) -> list[int]:
         run()
     after: list[int] = live.after
     return after
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors among arguments or results of a call."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
 
 
 def _without_data(value: Any) -> Any:

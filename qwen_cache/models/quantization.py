@@ -87,7 +87,8 @@ def quantize(
         if type(linear) is not nn.Linear or name.partition(".")[2] in skip:
             continue
         weight = linear.weight.detach()
-        pieces = (weight[rows].to(device) for rows in row_pieces(*weight.shape))
+        at_once = [slice(None)] if device.type == "meta" else row_pieces(*weight.shape)  # no data needs no pieces
+        pieces = (weight[rows].to(device) for rows in at_once)
         if kind == "nf4":
             Nf4Linear.make(linear, *map(torch.cat, zip(*map(_nf4, pieces), strict=True)))
         else:
