@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; small matrix products gain nothing
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a shell puts in the background, and inherited
 settings.register_profile("project", deadline=None, derandomize=True, database=None)  # the same examples every time
 settings.load_profile("project")
 
