@@ -416,7 +416,7 @@ def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
 
 
 _LAYOUTS: dict[torch.dtype, dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
-"""The layout of the new tensor, by function and arguments, of this process; by the default dtype, that of some calls."""
+"""The layout of the new tensor, by function and arguments, by the default dtype, which is that of some calls."""
 
 
 class LiveBytes(TorchDispatchMode):
