@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the last bit of a sum depends on it; small matrix products gain nothing
-signal.signal(
-    signal.SIGINT, signal.default_int_handler
-)  # ignored where a shell started this with `&`
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this with `&`
 settings.register_profile("project", deadline=None, derandomize=True, database=None)  # the same examples every time
 settings.load_profile("project")
 
