@@ -57,7 +57,7 @@ class Notice:
     """A fact that a user should know of some samples, which are used all the same: one line, with their number."""
 
     what: str
-    """What these samples are or have, with the verb in the plural: `prompts have …`."""
+    """A clause about these samples, with the verb in the plural: `prompts have …`."""
     names: tuple[str, ...]
     """The first of them."""
     do: str

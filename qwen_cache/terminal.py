@@ -80,7 +80,7 @@ ADVICE = {
     "ETXTBSY": _IN_USE,
     "EXDEV": "use folders on one file system",
 }
-"""What to do about an error, by its name in `errno`; a system may lack some."""
+"""Advice about an error, by its name in `errno`; a system may lack some."""
 
 _WINDOWS = {
     19: "EROFS",  # ERROR_WRITE_PROTECT

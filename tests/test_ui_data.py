@@ -37,7 +37,7 @@ from qwen_train.ui.jobs import Checked, Queue
 from qwen_train.ui.scan import Thumbnails
 from qwen_train.ui.workspace import Room, Workspace
 
-from .support.ui import opened
+from .support.ui import SourceRequests, opened
 from .support.waiting import HANG, wait_until
 from .support.written_runs import write_run
 
@@ -96,26 +96,8 @@ class FakeChecks:
         return Checked(2 if self.document else 1, self.document, "error: qwen.yaml: no such setting")
 
 
-class Page:
+class Page(SourceRequests):
     """The requests of one window with a source."""
-
-    def __init__(self, client: TestClient, source: str = "data") -> None:
-        self.client, self.source = client, source
-
-    def get(self, path: str = "", status: int = 200, **query: Any) -> Any:
-        answer = self.client.get(f"/api/data{path}", params={"source": self.source} | query)
-        assert answer.status_code == status, answer.text
-        return answer.json() if answer.headers["content-type"] == "application/json" else answer
-
-    def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        answer = self.client.post(f"/api/data{path}", json={"source": self.source} | body)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def listed(self) -> Any:
-        """The summary, when the source is listed."""
-        wait_until(lambda: not self.get()["listing"])
-        return self.get()
 
     def rows(self, **view: Any) -> list[Any]:
         self.listed()

@@ -15,8 +15,7 @@ from PIL import Image
 from qwen_cache.sources.images import open_rgb_file
 from qwen_train.ui.jobs import Queue
 
-from .support.ui import opened
-from .support.waiting import wait_until
+from .support.ui import SourceRequests, opened
 
 NAMES = ["a", "b", "c"]
 SIZE = (64, 48)
@@ -42,25 +41,8 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Window:
-    """The requests of a window with a source."""
-
-    def __init__(self, client: Any, source: str) -> None:
-        self.client, self.source = client, source
-
-    def get(self, path: str = "", status: int = 200, **query: Any) -> Any:
-        answer = self.client.get(f"/api/data{path}", params={"source": self.source} | query)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def post(self, path: str, status: int = 200, **body: Any) -> Any:
-        answer = self.client.post(f"/api/data{path}", json={"source": self.source} | body)
-        assert answer.status_code == status, answer.text
-        return answer.json()
-
-    def listed(self) -> Any:
-        wait_until(lambda: not self.get()["listing"])
-        return self.get()
+class Window(SourceRequests):
+    """The requests of a window that edits."""
 
     def rows(self, **view: Any) -> dict[str, Any]:
         self.listed()

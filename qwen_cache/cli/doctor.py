@@ -78,7 +78,7 @@ class Device:
     free: int | None
     bf16: bool | None
     uuid: str | None = None
-    """As the driver's own tools name it."""
+    """The name that the driver's own tools give it."""
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ class Task:
     devices: list[DevicePlan] | None = None
     """The memory that the build needs on each device; None if nothing is encoded, or if it is not known."""
     measured: Found | None = None
-    """What was found in the images; None if they were not measured."""
+    """The findings in the images; None if they were not measured."""
 
     @property
     def has_work(self) -> bool:

@@ -214,7 +214,7 @@ class Cluster(Workers):
         self.job, self.address, self.load_lanes = job, address, load_lanes
         self.workers: list[WorkerHandle] = []
         self.running: dict[ray.ObjectRef[Any], tuple[WorkerHandle, str | int]] = {}
-        """What is waited for: `load`, `written`, or the number of a chunk."""
+        """The awaited thing: `load`, `written`, or the number of a chunk."""
         self.lost = Counter[str]()
         """The workers that each node has lost since it last wrote a chunk."""
         self.last_error = ""

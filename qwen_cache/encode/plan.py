@@ -303,7 +303,7 @@ class BuildPlan:
     to_copy: frozenset[str] = frozenset()
     """The keys of missing samples that are in replaced shards, or in the caches of `cache.reuse`."""
     reused: Mapping[str, Copies] = field(default_factory=dict)
-    """What of these comes from each cache of `cache.reuse`."""
+    """The samples of these that come from each cache of `cache.reuse`."""
     new_masks: frozenset[str] = frozenset()
     """The keys of missing samples of which the cache has everything but the mask."""
     notices: tuple[Notice, ...] = ()

@@ -207,7 +207,7 @@ _INTERNAL = {
     **dict.fromkeys(("template", "picture_template", "drop_idx"), _PROMPT),
     "mask_head": "mask head",
 }
-"""What messages call an entry that is not a setting. If only one of two recipes has it, other entries differ too."""
+"""The names in messages of entries that are no settings. If only one of two recipes has one, others differ too."""
 
 
 def make_recipe(

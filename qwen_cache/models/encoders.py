@@ -50,7 +50,7 @@ MODELS: dict[str, type[Any]] = {
 }
 """Model classes by `model_type`."""
 OLD_NAMES = {"rope_scaling", "rope_theta", "torch_dtype"}
-"""What files of earlier versions of transformers call some values."""
+"""The names of some values in files of earlier versions of transformers."""
 NOT_VALUES = {"auto_map", "attn_implementation", "experts_implementation", "fusion_config", "transformers_weights"}
 """Settings by which transformers runs other code, or loads another file than `fingerprint` hashes."""
 

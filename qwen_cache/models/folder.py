@@ -157,7 +157,7 @@ class Quantization(Values):
 
     quant_method: str | None = None
     bytes_per_weight: None = None
-    """Of a single file alone, which this project measures."""
+    """For a single file alone, which this project measures."""
 
 
 class Transformer(Values):
@@ -442,7 +442,7 @@ MODEL_TYPES: dict[str, type[Values]] = {"qwen2_5_vl": Qwen25VL, "qwen3_vl": Qwen
 OTHERS = ("_class_name", "model_type", "sample_sigmas")
 """Keys that are read besides."""
 METHODS = {*dir(OrderedDict), "to_dict"}
-"""What libraries call on a configuration: diffusers makes an attribute of every key."""
+"""Methods that libraries call on a configuration: diffusers makes an attribute of every key."""
 
 
 def check_config(config: Mapping[str, Any], where: object, repeated: Collection[str] = ()) -> None:

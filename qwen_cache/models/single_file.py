@@ -213,7 +213,7 @@ class _Gguf:
 # quantisations, LoRAs, and models of another kind, family or size than the model's config.json says.
 
 PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""What ComfyUI's files may have before the name of a parameter."""
+"""Prefixes that ComfyUI's files may have before the name of a parameter."""
 OTHER_PARTS = ("text_encoders.", "cond_stage_model.", "vae.", "first_stage_model.")
 """The rest of a whole checkpoint, which is not read: text encoder and VAE are those of the model folder."""
 SCALES = (".scale_weight", ".weight_scale")

@@ -139,7 +139,7 @@ RETRY_AFTER = 2  # seconds until a client whose samples found the queue full tri
 FAULT_SECONDS = 10.0  # after which a sample that failed by a fault of the server may be sent again
 STORAGE_FULL = "storage_full"
 NO_CPU_MEMORY = "DefaultCPUAllocator"
-"""What torch's RuntimeError of too little memory of the CPU names: it has no class of its own."""
+"""A name in torch's RuntimeError of too little memory of the CPU: it has no class of its own."""
 LATER = "send the request again later; the server's log says more"
 
 

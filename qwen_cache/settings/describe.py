@@ -41,7 +41,7 @@ class Setting:
     kinds: tuple[Any, ...]
     """The types of its values, without None."""
     title: str
-    """What it is, in a few words: the label of a form."""
+    """A few words that name it: the label of a form."""
     bounds: dict[str, float]
     """The limits of a number, or of each in a list: those of BOUNDS that there are."""
 

@@ -137,7 +137,7 @@ class DataConfig(Section):
     """true: [[ ]] in a prompt mark the words that say where the edit is, and are not encoded. false: every character is
     part of the prompt. When not given the same, and `build` says how many prompts have them. Experimental."""
     allow_urls: list[UrlPrefix] = []
-    """What a remote table may name besides files of its own server: the first parts of URLs, such as
+    """URLs that a remote table may name besides files of its own server: their first parts, such as
     https://images.example.com/ or https://. A local table may name anything."""
     allow_empty_prompt: bool = False
     """Accept samples without an instruction."""
@@ -448,7 +448,7 @@ class TrainConfig(BatchConfig):
     """The error of each predicted value. huber: pseudo-Huber, squared below huber_c and linear above it, so that
     outliers weigh less. The validation loss is always mse, to compare runs."""
     huber_c: Annotated[float, Field(gt=0)] = 0.1
-    """Where huber turns from squared to linear."""
+    """The error at which huber turns from squared to linear."""
     huber_schedule: Literal["exponential", "constant"] = "exponential"
     """exponential (arXiv 2403.16728): from 1 for clean images to huber_c for pure noise. constant: always huber_c."""
     loss_reduction: Literal["per_sample", "per_token"] = "per_sample"
@@ -558,8 +558,9 @@ class ValidationConfig(Section):
     num_samples: Positive = 16
     """Held-out samples whose loss is measured."""
     source: str | None = None
-    """What `build` encodes into the validation cache: a folder of controls with prompts, a table, tars, or a .txt with
-    a prompt per line. A table may have columns `seed`, `width` and `height`. Targets are not needed."""
+    """The source that `build` encodes into the validation cache: a folder of controls with prompts, a table,
+    tars, or a .txt with a prompt per line. A table may have columns `seed`, `width` and `height`. Targets are not
+    needed."""
     prompts: list[ValidationPrompt] = []
     """More rows for it: [a cat, {prompt: night, control: street.png, seed: 7, width: 1024, height: 768}]. The trigger
     word replaces [trigger]; nothing is put before or after."""
@@ -635,12 +636,12 @@ class CaptionConfig(Section):
         "Describe this image for somebody who has to paint it: subject, surroundings, style and light. Write one short "
         "paragraph, without an introduction."
     )
-    """What the language model is asked about an image without controls."""
+    """The question to the language model about an image without controls."""
     edit_instruction: str = (
         "The last image was made from what comes before it. Write the instruction that makes this edit, as a short "
         "command such as: make the sky orange. Write the instruction alone."
     )
-    """What it is asked about control images, in their order, and their target, which comes last."""
+    """The question about control images, in their order, and their target, which comes last."""
     image_size: Positive = 589824
     """The most pixels of an image that it sees; larger images are made smaller."""
     max_new_tokens: Positive = 256
@@ -655,7 +656,7 @@ Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 class ServeConfig(Section):
     listen: str = "127.0.0.1:8077"
-    """Where the server listens: HOST:PORT. Any other host than this machine's own needs a token."""
+    """The address of the server: HOST:PORT. Any other host than this machine's own needs a token."""
     token_file: str | None = None
     """A file with the token that every request must have, as `Authorization: Bearer TOKEN`."""
     source: str | None = None

@@ -118,7 +118,7 @@ def token_positions(tokenizer: Any, text: str, spans: Sequence[Span], where: obj
 # marked, wherever they move. Without settings every prompt stays as it is.
 
 PLACEHOLDER = "[trigger]"
-"""What the trigger word replaces, as in ai-toolkit."""
+"""The text that the trigger word replaces, as in ai-toolkit."""
 PUNCTUATION = ",.;:!?"
 
 

@@ -151,7 +151,7 @@ class SourceSettings(TypedDict, total=False):
     marked_phrases: bool | None
     """True if `[[ ]]` in prompts mark words; None: no, and a notice counts the prompts that have them."""
     captions: Captions | None
-    """What changes the prompts."""
+    """The settings that change the prompts."""
 
 
 def reading(data: DataConfig, model: ModelFolder | None = None) -> SourceSettings:
@@ -346,7 +346,7 @@ def read_written(records: Sequence[dict[str, Any]], where: str, **settings: Unpa
 
 
 LOST = "\ufffd"
-"""What programs write in place of a character that they could not read."""
+"""The character that programs write for one that they could not read."""
 CHANGED = re.compile(r"\r|^\s|\s\Z")
 """The parts of a prompt that are not read as they are: line ends of Windows, white space around it."""
 

@@ -257,7 +257,7 @@ class TableFolder:
 
     path: Location
     allow_urls: tuple[str, ...] = ()
-    """What a remote table may name besides its own server: the first parts of URLs, up to a `/`."""
+    """URLs that a remote table may name besides its own server: their first parts, up to a `/`."""
 
     def file(self, text: str) -> Location:
         """The file that `text` names; SourceError if the table may not name it."""

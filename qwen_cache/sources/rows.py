@@ -164,7 +164,7 @@ class Draft:
     is_left_out: bool = False
     """True if the source leaves the row out: then it is neither a row nor a problem."""
     unusable: Problem | None = None
-    """What stands for all problems of the row. Rows that follow each other may share one, which is reported once."""
+    """The problem that stands for all of the row. Rows that follow each other may share one, which is reported once."""
     renames: tuple[tuple[Path, Path], ...] = ()
     """Files whose names differ from those that the row needs, with these."""
 

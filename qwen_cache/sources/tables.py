@@ -33,13 +33,13 @@ Edit = tuple[int, int, str]
 
 SPACE = re.compile(r"[ \t\n\r]*")
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
-"""What separates the cells of a CSV, by the words for it."""
+"""The separators of a CSV's cells, by the words for them."""
 CELLS = {
     each: re.compile(rf' *(?:"[^"]*(?:""[^"]*)*"|[^"{each}][^{each}]*|)(?={each}|\Z)', re.DOTALL) for each in DELIMITERS
 }
 """A cell as `csv` reads it, strict and without the spaces before it, by what separates cells."""
 QUOTED = {each: re.compile(rf'[{each}"\r\n]|^\s|\s\Z') for each in DELIMITERS}
-"""What a cell may hold only in quotes."""
+"""Characters that a cell may hold only in quotes."""
 _json = json.JSONDecoder()
 
 

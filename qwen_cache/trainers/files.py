@@ -195,7 +195,7 @@ class Tool:
     """A function that says of one sample after another why the tool cannot hold it, beside those that it can."""
     write: Callable[[Export], None]
     command: str
-    """What to do with the export: a line to run there."""
+    """The next step with the export: a line to run there."""
     unused: Mapping[str, str] = field(default_factory=dict)
     """Tensors that its training has no use for, each with the reason: they are left out without a question."""
 

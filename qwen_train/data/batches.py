@@ -51,7 +51,7 @@ class Batch:
 
     keys: tuple[str, ...]
     labels: tuple[str, ...]
-    """What messages call the samples (`IndexRow.label`)."""
+    """The name of the samples in messages (`IndexRow.label`)."""
     img_shapes: tuple[ImgShapes, ...]
     """The images of each sample in that order, the target once."""
     clean: Float[Tensor, "B S 64"]

@@ -69,7 +69,7 @@ FIXES = {
     "decoding the image": "run the VAE elsewhere with --vae-device, for example on the cpu, use --offload model, "
     "or lower --height, --width or --num-images-per-prompt",
 }
-"""What to do, by the operation that ran out of memory."""
+"""Advice, by the operation that ran out of memory."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class AdapterType:
     title: str
     """The name in messages."""
     prefix: str
-    """What the names of its tensors begin with, after the module and a dot."""
+    """The beginning of the names of its tensors, after the module and a dot."""
     function: tuple[str, ...]
     """peft's settings that decide, beside the shapes of the tensors, which function they are."""
 
@@ -126,7 +126,7 @@ def _packed(quantization: str, transformer: Mapping[str, Any]) -> str | None:
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """The LoRA in the output folder of a run, by the name that diffusers' pipelines look for."""
 PREFIX = "transformer"
-"""What the names of its tensors, and of peft's settings in its header, begin with, before a dot."""
+"""The beginning, before a dot, of the names of its tensors and of peft's settings in its header."""
 METADATA_KEY = "lora_adapter_metadata"
 """The key at which diffusers' loader reads peft's settings, such as rank and alpha, as JSON text."""
 COMFYUI_METADATA_KEY = "peft_config"

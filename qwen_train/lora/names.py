@@ -139,7 +139,7 @@ MUSUBI_PREFIX = "lora_unet_"
 UNDERSCORED_PREFIXES = (MUSUBI_PREFIX, "lycoris_")
 PEFT_PREFIX = "base_model.model."
 TEXT_ENCODERS = ("lora_te", "text_encoder", "text_model", "lycoris_te")
-"""What the names of a text encoder's tensors begin with, in the files of several trainers."""
+"""The beginnings of the names of a text encoder's tensors, in the files of several trainers."""
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 COMFYUI_NAMES = {"lora_down.weight": DOWN, "lora_up.weight": UP, DOWN: DOWN, UP: UP}
 FUSED = {".img_mlp.gate_up": (".img_mlp.gate_layer", ".img_mlp.proj")}

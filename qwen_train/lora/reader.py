@@ -104,7 +104,7 @@ FITS: dict[str, Callable[[Any], bool]] = {
     PATTERNS[0]: lambda value: _is_pattern_of(value, _whole(1)),
     PATTERNS[1]: lambda value: _is_pattern_of(value, _number),
 }
-"""What a setting may be; every other one must have peft's default."""
+"""The values that a setting may have; every other one must have peft's default."""
 
 
 def check_settings(given: Mapping[str, Any], weights: Mapping[str, Tensor], file: Path) -> dict[str, Any]:

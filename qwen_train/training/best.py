@@ -46,7 +46,7 @@ class Verdict:
 
     score: Score
     within: tuple[int, ...]
-    """Those within noise of the best."""
+    """The steps within noise of the best."""
 
     @classmethod
     def of(cls, score: Score) -> Verdict:

@@ -59,8 +59,8 @@ class Run:
     optimizer: Any
     lr_scheduler: Any
     fixed: dict[str, Any]
-    """What a resumed run must share with the checkpoint: the transformer's weights, the cache's identity, the seed, the
-    training method, the optimizer, and the batch settings, which decide which samples were trained so far."""
+    """Everything that a resumed run must share with the checkpoint: the transformer's weights, the cache's identity,
+    the seed, the training method, the optimizer, and the batch settings, which decide which samples were trained."""
     origin: dict[str, Any] = field(default_factory=dict)
     """Written into the LoRA file and the checkpoint: the model and the cache that it was trained on."""
     step: int = 0

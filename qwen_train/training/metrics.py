@@ -53,7 +53,7 @@ class StepStats:
     waited: float = 0.0
     """Seconds spent waiting for batches."""
     labels: list[str] = field(default_factory=list)
-    """What messages call the samples."""
+    """The name of the samples in messages."""
     skipped_batches: int = 0
     """Batches without a finite loss, including those of earlier steps that were skipped whole."""
 
@@ -202,7 +202,7 @@ FORMS: dict[str, tuple[Callable[[Image.Image], Any], dict[str, Any]]] = {
     "aim": (lambda image: image, {}),
     "clearml": (lambda image: image, {}),
 }
-"""What accelerate's `log_images` takes for an image, and further arguments; the other trackers have no such method."""
+"""The form of an image for accelerate's `log_images`, and further arguments; the other trackers have no such method."""
 NAME = "images"
 
 

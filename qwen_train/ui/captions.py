@@ -51,7 +51,7 @@ SET = {
     "max_new_tokens": "caption.max_new_tokens",
     "image_size": "caption.image_size",
 }
-"""Those that `--set` changes."""
+"""The settings that `--set` changes."""
 
 
 class Form(BaseModel):

@@ -59,7 +59,7 @@ Sort = Literal["source", "name", "longest", "shortest", "largest", "smallest"]
 
 class Checked(OfSource):
     form: Form = Form()
-    """What the Build page has, whose source is replaced."""
+    """The form of the Build page, whose source is replaced."""
 
 
 class NewPrompt(OfSource):

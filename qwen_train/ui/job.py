@@ -38,9 +38,9 @@ STARTS: Starts = {
     "qwen-train": (sys.executable, "-m", "qwen_train"),
     "torchrun": (sys.executable, "-m", "torch.distributed.run"),
 }
-"""What starts each program."""
+"""The beginning of the command of each program."""
 VARIABLES = ("CUDA_VISIBLE_DEVICES",)
-"""What a job that is read from a folder may set: others, such as LD_PRELOAD, run any program."""
+"""The variables that a job read from a folder may set: others, such as LD_PRELOAD, run any program."""
 COLUMNS = "110"  # of tables: wider than an unknown terminal, and still without a scroll bar on a laptop
 COLOURS = ("CLICOLOR_FORCE", "FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE")
 

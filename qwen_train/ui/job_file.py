@@ -25,7 +25,7 @@ SECRET = re.compile(
 )
 """Credentials in an address."""
 OF_PAGES = ("output_dir", "decoded", "cache", "source")
-"""What pages know about a job besides its command."""
+"""Facts about a job that pages know besides its command."""
 PATH_OPTIONS = ("--", "--out", "--model", "--lora", "--image", "--config", "--transformer", "--text-encoder", "--vae")
 """Options whose values are paths; the first stands for the beginning of the line."""
 PATH_ENDINGS = (".path", "_dir", ".source", ".cache", ".local_copies")

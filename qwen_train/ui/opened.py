@@ -129,7 +129,7 @@ FILTERS = {
     "no_prompt": "rows without a prompt",
     "drafts": "drafts of a model to read",
 }
-"""What every listing shows; the findings of a scan have filters of their own."""
+"""The filters that every listing shows; the findings of a scan have filters of their own."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class OpenSource:
         self.looked_at: dict[str, str] = {}
         """The version of the images that were looked at, by the row's place."""
         self.faults: dict[str, tuple[str, tuple[Problem, ...]]] = {}
-        """What is wrong with the images of a row, and their version then, by the row's place."""
+        """The version of a row's images, and what is wrong with them, by the row's place."""
         self.lock = threading.RLock()
         self._is_listing = self._is_closed = False
         self._edits = 0

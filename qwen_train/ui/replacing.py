@@ -49,7 +49,7 @@ class Replacement(BaseModel):
     match_case: bool = True
     whole_words: bool = False
     skip: bool = True
-    """Of `before` and `after`: leave out prompts that have the text already."""
+    """For `before` and `after`: leave out prompts that have the text already."""
     filter: str = "all"
     search: str = ""
     rows: list[int] | None = None

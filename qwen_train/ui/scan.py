@@ -92,10 +92,10 @@ class Known:
     digest: str = ""
     size: Size = (0, 0)
     mean: float = 0
-    """Of a mask, 0 to 1."""
+    """For a mask, 0 to 1."""
     signature: bytes = b""
     fault: tuple[str, str] | None = None
-    """What is wrong, and what to do."""
+    """Its fault, and what to do about it."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from qwen_train.ui.app import make_app
 from qwen_train.ui.jobs import Checks, Queue
 from qwen_train.ui.workspace import Workspace
 
-from .waiting import HANG
+from .waiting import HANG, wait_until
 
 PORT, TOKEN, ONCE = 8078, "a-token", "for-one-use"
 ORIGIN = f"http://127.0.0.1:{PORT}"
@@ -81,3 +81,25 @@ def enter(page: Any, address: str, path: str = "/", token: str = TOKEN) -> None:
 def signed(path: str) -> str:
     """The address with the key that opens a path, as `token.js` makes it."""
     return f"/signed/{hmac.new(TOKEN.encode(), path.encode(), 'sha256').hexdigest()}{path}"
+
+
+class SourceRequests:
+    """The requests of a window of the Data page with a source."""
+
+    def __init__(self, client: TestClient, source: str = "data") -> None:
+        self.client, self.source = client, source
+
+    def get(self, path: str = "", status: int = 200, **query: Any) -> Any:
+        answer = self.client.get(f"/api/data{path}", params={"source": self.source} | query)
+        assert answer.status_code == status, answer.text
+        return answer.json() if answer.headers["content-type"] == "application/json" else answer
+
+    def post(self, path: str, status: int = 200, **body: Any) -> Any:
+        answer = self.client.post(f"/api/data{path}", json={"source": self.source} | body)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    def listed(self) -> Any:
+        """The summary, when the source is listed."""
+        wait_until(lambda: not self.get()["listing"])
+        return self.get()
