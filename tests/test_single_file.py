@@ -538,7 +538,8 @@ def test_a_lora_is_merged_into_the_unpacked_weights_of_int8(train: Trainer) -> N
     stored |= {"proj_out.comfy_quant": comfy_entry(format="int8_tensorwise")}
     save_file(stored, file)
     out = train(model__transformer=str(file))
-    result = run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged")
+    base = ("--model", train.model, "--transformer", file)  # a run's record of a file is not taken unasked
+    result = run("qwen-train", "export", out, "--to", "merged", "--out", train.folder / "merged", *base)
     assert result.code == 0, result.stderr
     (merged,) = (load_file(path) for path in (train.folder / "merged").glob("*.safetensors"))
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
