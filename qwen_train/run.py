@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -29,27 +30,25 @@ from qwen_cache.text import plain, shell_line
 # On Windows, SIGBREAK (Ctrl-Break) takes the place of SIGTERM, which no process can send there; the other two do not
 # exist.
 
-STOPPING = ("SIGINT", "SIGTERM", "SIGBREAK")
 SAVE, SAMPLE = "SIGUSR1", "SIGUSR2"
 
 
-class Signals:
-    """While entered, the first SIGINT or SIGTERM sets `stop`, a second raises KeyboardInterrupt; SIGUSR1 asks to save,
-    SIGUSR2 for images.
+class Handlers(ABC):
+    """Handlers of signals while entered. Signals that the system lacks are ignored."""
 
-    Signals that the system lacks are ignored.
-    """
+    NAMES: tuple[str, ...]
 
     def __init__(self) -> None:
-        self.stop = False
-        self._asked = set[int]()
         self._before: dict[int, Any] = {}
 
+    @abstractmethod
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Take one of the signals."""
+
     def __enter__(self) -> Self:
-        asking = dict.fromkeys((SAVE, SAMPLE), self._on_ask)
-        for name, handler in (dict.fromkeys(STOPPING, self._on_stop) | asking).items():
+        for name in self.NAMES:
             if (number := getattr(signal, name, None)) is not None:
-                self._before[number] = signal.signal(number, handler)
+                self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
@@ -58,19 +57,39 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+
+class Signals(Handlers):
+    """The first SIGINT or SIGTERM sets `stop`, a second raises KeyboardInterrupt."""
+
+    NAMES = ("SIGINT", "SIGTERM", "SIGBREAK")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stop = False
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.stop:
+            raise KeyboardInterrupt
+        self.stop = True
+
+
+class Requests(Handlers):
+    """SIGUSR1 asks a run to save, SIGUSR2 for images: also one that has not begun to train, which does it then."""
+
+    NAMES = (SAVE, SAMPLE)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked = set[int]()
+
     def take(self, name: str) -> bool:
-        """True if SIGUSR1 or SIGUSR2, by its name, has arrived since the last call."""
+        """True if this signal, by its name, has arrived since the last call."""
         number = getattr(signal, name, None)
         was_asked = number in self._asked
         self._asked.discard(number)
         return was_asked
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
-            raise KeyboardInterrupt
-        self.stop = True
-
-    def _on_ask(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._asked.add(number)
 
 
@@ -183,7 +202,7 @@ LEVELS = 4
 """Noise levels of a sample in validation: one in each quarter of 0..1."""
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """The loss in each quarter, from little noise to much, as metrics.jsonl has it."""
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 STATE = "state.json"
 COMMITS = "commits"
 """The folder of the commits that a run with train.follow has taken in."""
@@ -234,7 +253,7 @@ def run_of(folder: Path) -> Path:
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Step and path of every complete checkpoint, oldest first."""
     matches = [(CHECKPOINT.fullmatch(path.name), path) for path in folder.glob("checkpoint-*")]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_dir())
 
 
 # ---- run settings ----------------------------------------------------------------------------------------------------
@@ -379,7 +398,7 @@ VALIDATION = "validation"
 """The folder for the latents of validation images."""
 SAMPLE_LOSSES = "losses"
 """Its folder for the validation losses of each sample: {KEY: [the loss in each quarter of the noise levels]}."""
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """The name of the folder with the images of a step."""
 SCALES = "true_cfg_scale"
 """The entry of a file's metadata with the guidance of each of its images, as a JSON list; only of several images."""

@@ -29,7 +29,7 @@ from qwen_train.lora.adapter import ASSISTANT, without
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
-from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Signals, ToEncode
+from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Requests, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
 from qwen_train.training.loss import NonFiniteGuard, compute_loss, with_teacher, zero_loss
 from qwen_train.training.metrics import MetricsLog, StepStats, Throughput, progress_text
@@ -61,7 +61,7 @@ def train_started(start: Start) -> Path:
         forget_images(p.out, run.step)
     memory = memory_for_training(accelerator.device)
     with closing(log), closing(Steps(p)) as steps, memory, Signals() as signals, progress() as bar:
-        take_steps(p, log, steps, signals, bar)
+        take_steps(p, log, steps, signals, start.requests, bar)
     if run.step > p.saved:
         save(p)
     if run.step < settings.max_steps:
@@ -75,7 +75,7 @@ def train_started(start: Start) -> Path:
     return path
 
 
-def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar: Progress) -> None:
+def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, requests: Requests, bar: Progress) -> None:
     """Train, validate, log and save until the last step or a signal to stop; generate and save when asked to."""
     run, settings, stop = p.run, p.config.train, False
     is_left = run.step < settings.max_steps
@@ -92,18 +92,18 @@ def take_steps(p: Prepared, log: MetricsLog, steps: Steps, signals: Signals, bar
             bar.update(task, count=f"{count}\ngenerating images")
         validation_losses, is_new = validate(p), p.follower is not None and p.follower.begins(run.step)
         log.write(run.step, values | validation_losses, always=bool(validation_losses) or is_new)
-        asked = signals.stop, signals.take(SAVE), signals.take(SAMPLE)
+        asked = signals.stop, requests.take(SAVE), requests.take(SAMPLE)
         stop, save_requested, images_requested = each_in_any_process(p.accelerator, asked)
         if save_requested or run.step % settings.checkpointing_steps == 0:
             log.sync()
             save(p)
         if save_requested:
             bar.console.print(f"saved checkpoint-{p.saved}", highlight=False)
-            signals.take(SAVE)  # in one of several processes it may arrive a step later
+            requests.take(SAVE)  # in one of several processes it may arrive a step later
         if images_requested and not stop:
             bar.update(task, count=f"{count}\ngenerating images")
             bar.console.print(images_now(p), highlight=False)
-            signals.take(SAMPLE)
+            requests.take(SAMPLE)
 
 
 class Steps:

@@ -79,7 +79,8 @@ def test_a_build_finds_and_keeps_what_may_hurt(source: Path, tmp_path: Path, tin
     made = build(source, shards, model, *SIZE)
     assert "5 controls are shifted or zoomed against their targets, by up to 16 px: shift_16, " in made.stderr
     assert "1 targets are scaled up to the size that is trained, by up to 2×: small" in made.stderr
-    assert "→ `qwen-cache inspect --html FILE` shows them: align them" in made.stderr
+    for advice in "align them", "use larger images", "`qwen-cache inspect --html FILE` shows them":
+        assert f"  → {advice}" in made.stderr
     report = json.loads(run("qwen-cache", "inspect", shards, "--json").stdout)["recipes"]["default"]
     assert report["measured"]["most_misaligned"] == before["misaligned"]
     assert [report["measured"][name] for name in ("samples", "measured", "pairs", "misaligned", "enlarged")] == [
@@ -104,7 +105,7 @@ def test_a_build_finds_and_keeps_what_may_hurt(source: Path, tmp_path: Path, tin
     run("qwen-cache", "inspect", shards, "--html", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count("control 1 on target: ") == 5
-    assert "5 of 7 controls misaligned, by up to 16 px; 1 of 8 targets scaled up, by up to 2×" in page
+    assert "5 of 7 compared controls are misaligned, by up to 16 px; 1 of 8 targets scaled up, by up to 2×" in page
 
     plan = run("qwen-train", "plan", shards, "--model", model, "--set", "train.max_steps=80").stdout
     assert "steps per image  10.0: 80 steps of 1 sample, 8 images" in " ".join(plan.split(" "))

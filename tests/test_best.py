@@ -170,6 +170,10 @@ def test_damaged_files_are_left_out_and_named(tmp_path: Path) -> None:
     damaged |= {folder / "step-500" / "1.safetensors": b"12345678", folder / "target" / "x.safetensors": b""}
     infinite = json.dumps({str(unit): [math.inf] * 4 for unit in range(UNITS)})
     (folder / "losses" / "step-800.json").write_text(infinite, encoding="utf-8")
+    for step, level in enumerate(("true", "-1", '"1"', "1" + "0" * 400), 900):  # the last one is no float
+        damaged[folder / "losses" / f"step-{step}.json"] = f'{{"0": [{level}, 1, 1, 1]}}'.encode()
+    damaged[folder / "losses" / "step-950.json"] = b'{"0": "1234"}'
+    (folder / "losses" / "step-٣.json").write_text("{}", encoding="utf-8")  # no step of a run
     write_latents(folder / "step-400", 2, tokens(1) * math.nan)
     for path, data in damaged.items():
         path.write_bytes(data)

@@ -194,6 +194,13 @@ def test_several_training_processes_are_refused(
     assert "--encode-at" in result.stderr
 
 
+def test_samples_of_the_source_are_not_shown(pairs: Path, tmp_path: Path, model: Path) -> None:
+    """Before anything is loaded."""
+    result = train(tmp_path / "out", model, pairs, "--encode-on-the-fly", validation__num_images=2)
+    assert result.code == 2
+    assert result.stderr.startswith("error: validation.num_images: a run that encodes shows no samples of its source")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_the_encoders_end_with_the_trainer(number: int, pairs: Path, tmp_path: Path, model: Path) -> None:

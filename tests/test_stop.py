@@ -21,7 +21,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import TrainError
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, Batches
-from qwen_train.run import SAMPLE, SAVE, Signals
+from qwen_train.run import SAMPLE, SAVE, Requests
 from qwen_train.training import checkpoint, processes
 from qwen_train.training.loss import MAX_CONSECUTIVE, NonFiniteGuard
 
@@ -96,13 +96,27 @@ def test_sigusr2_generates_after_the_step_and_training_is_the_same(
 
 @pytest.mark.parametrize("name", [SAVE, SAMPLE])
 def test_asking_counts_once(name: str) -> None:
-    with Signals() as signals:
-        assert not signals.take(name)
+    with Requests() as requests:
+        assert not requests.take(name)
         os.kill(os.getpid(), getattr(signal, name))
-        assert not signals.take(SAVE if name == SAMPLE else SAMPLE)
-        assert signals.take(name)
-        assert not signals.take(name)
-        assert not signals.stop
+        assert not requests.take(SAVE if name == SAMPLE else SAMPLE)
+        assert requests.take(name)
+        assert not requests.take(name)
+
+
+def test_what_is_asked_while_the_model_loads_is_done_after_the_first_step(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, these signals ended the process."""
+    prepare = training.prepare
+
+    def asked(start: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return prepare(start)
+
+    monkeypatch.setattr(training, "prepare", asked)
+    out = train(**FAST, train__checkpointing_steps=100)
+    assert (out / "checkpoint-1").is_dir()
 
 
 # ---- losses that are not numbers -------------------------------------------------------------------------------------

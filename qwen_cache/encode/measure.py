@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import Notice, SourceError
-from qwen_cache.format.measured import Findings, Measured, findings, table_of_measured
+from qwen_cache.format.measured import Findings, Measured, findings, table_of_measured, times
 from qwen_cache.format.rows import KeyedRows, taken
 from qwen_cache.sources.alignment import measure_files
 
@@ -39,11 +39,12 @@ class Found:
         return self.findings.to_json(self._named)
 
     def line(self) -> str:
-        """One line for the end of a build, and what to do; empty where nothing was found."""
+        """One line for the end of a build, and lines of what to do; empty where nothing was found."""
         if not (notices := self.notices):
             return ""
         what = "; ".join(str(notice).partition("\n")[0] for notice in notices)
-        return f"{what}\n  → `qwen-cache inspect --html FILE` shows them: {notices[0].do}"
+        advice = "".join(f"\n  → {notice.do}" for notice in notices)
+        return f"{what}{advice}\n  → `qwen-cache inspect --html FILE` shows them"
 
     def lines(self) -> list[str]:
         """A line for each misaligned control and each enlarged target, `LISTED` of each."""
@@ -56,7 +57,7 @@ class Found:
         ]
         lines += [f"and {len(found.misaligned) - LISTED} more controls"] if len(found.misaligned) > LISTED else []
         factors = zip(self._named(found.enlarged[:LISTED]), found.factors[:LISTED].tolist(), strict=True)
-        lines += [f"{name}: the target is scaled up {factor:.3g}×" for name, factor in factors]
+        lines += [f"{name}: the target is scaled up {times(factor)}" for name, factor in factors]
         return lines + ([f"and {len(found.enlarged) - LISTED} more targets"] if len(found.enlarged) > LISTED else [])
 
     def _named(self, positions: Any) -> Sequence[str]:

@@ -158,7 +158,7 @@ class Findings:
             do = "align them, or leave these rows out: a model learns to move what it should keep"
             notices.append(Notice(what, first(self.misaligned), do, len(self.misaligned)))
         if len(self.enlarged):
-            what = f"targets are scaled up to the size that is trained, by up to {self.factors[0]:.3g}×"
+            what = f"targets are scaled up to the size that is trained, by up to {times(self.factors[0])}"
             do = "use larger images, a smaller data.vae_image_size, or data.upscale=false: a model learns their blur"
             notices.append(Notice(what, first(self.enlarged), do, len(self.enlarged)))
         return notices
@@ -179,6 +179,11 @@ class Findings:
                 for name, factor in zip(names(self.enlarged), self.factors.tolist(), strict=True)
             ],
         }
+
+
+def times(factor: float) -> str:
+    """`1.5×`, `1,020×`."""
+    return f"{factor:,.0f}×" if factor >= 100 else f"{factor:.3g}×"
 
 
 def findings(table: pa.Table) -> Findings:

@@ -18,7 +18,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
-from qwen_cache.format.measured import Findings, findings
+from qwen_cache.format.measured import Findings, findings, times
 from qwen_cache.format.remote import STAGING
 from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS
 from qwen_cache.inspect.flags import (
@@ -203,10 +203,10 @@ def measured_line(measured: Mapping[str, Any]) -> str:
     if not measured["measured"]:
         return "not measured: built by an older version, imported or migrated"
     misaligned, enlarged = measured["most_misaligned"], measured["most_enlarged"]
-    parts = [f"{measured['misaligned']:,} of {measured['pairs']:,} controls misaligned"]
+    parts = [f"{measured['misaligned']:,} of {measured['pairs']:,} compared controls are misaligned"]
     parts[0] += f", by up to {misaligned[0]['pixels']:.3g} px" if misaligned else ""
     parts += [f"{measured['enlarged']:,} of {measured['measured']:,} targets scaled up"]
-    parts[1] += f", by up to {enlarged[0]['factor']:.3g}×" if enlarged else ""
+    parts[1] += f", by up to {times(enlarged[0]['factor'])}" if enlarged else ""
     others = measured["samples"] - measured["measured"]
     return "; ".join([*parts, *([f"{others:,} samples not measured"] if others else [])])
 

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qwen_cache.errors import ConfigError, QwenCacheError, TrainError
+from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.html.page import number
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.terminal import plural
 from qwen_train.run import METRICS_NAME, checkpoints
-from qwen_train.training.scores import JUDGES, Score, Scores, read_scores
+from qwen_train.training.scores import JUDGES, UNREADABLE, Score, Scores, read_scores
 
 BEST = "best"
 """The value of `--step` that stands for the proposed one."""
@@ -78,6 +78,8 @@ class Best:
     """The names of the scores that say how good a step is; the first one decides."""
     reasons: tuple[str, ...]
     """Sentences."""
+    kept: frozenset[int]
+    """The steps that have a checkpoint."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -96,7 +98,10 @@ class Best:
         """A step's place in the choice, in words; maybe empty."""
         if step == self.step:
             return "proposed"
-        return "within noise" if step in self.within else "no LoRA" if step == 0 else ""
+        if step in self.within:
+            place = "best" if len(self.within) == 1 else "within noise"
+            return place if step in self.kept else f"{place}, no checkpoint" if step else f"{place}, no LoRA"
+        return "no LoRA" if step == 0 else ""
 
     def document(self) -> dict[str, Any]:
         """All of it as JSON; differences are paired, to the step with the least mean of a score."""
@@ -131,8 +136,11 @@ def best_of(folder: Path) -> Best:
     within = verdicts[0].within if verdicts else ()
 
     def made(step: int | None, *reasons: str) -> Best:
-        said = [*reasons, *(_sentence(verdict, step) for verdict in verdicts), *_progress(folder, verdicts)]
-        return Best(folder, scores, step, within, tuple(verdict.score.name for verdict in verdicts), tuple(said))
+        sentences = [_sentence(verdict, step if verdict is not verdicts[0] else None) for verdict in verdicts]
+        too_few = [_too_few(score) for score in judges if verdicts and score.units < LEAST_UNITS]
+        said = [*reasons, *sentences, *too_few, *_progress(folder, verdicts)]
+        names = tuple(verdict.score.name for verdict in verdicts)
+        return Best(folder, scores, step, within, names, tuple(said), frozenset(kept))
 
     if not judges:
         trained = ["All images with targets are of trained samples, which cannot show that a LoRA overfits."]
@@ -202,7 +210,8 @@ def _earliest(within: Sequence[int], step: int) -> str:
 
 
 def _sentence(verdict: Verdict, proposed: int | None) -> str:
-    """The steps that a score prefers, and how much worse the last one and the proposed one are."""
+    """The steps that a score prefers, and how much worse the last one is; and whether it disagrees with a proposal that
+    another score made."""
     score, best = verdict.score, verdict.best
     means, last = score.means, score.steps[-1]
     near = sorted({*verdict.within} - {best})
@@ -255,7 +264,7 @@ def _settings(folder: Path) -> Config | None:
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the proposed step; None without one, or if the folder cannot be read."""
-    with suppress(QwenCacheError, OSError, ValueError):
+    with suppress(*UNREADABLE):
         return best_of(folder).checkpoint
     return None
 

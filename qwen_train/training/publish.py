@@ -349,6 +349,8 @@ def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:
     defaults, values = Config().flat(), run.config.flat()
     shown = {*ALWAYS, *(OF_LORA if run.adapter else ())}
     without = "train.lora." if not run.adapter else "train.lora.rank" if run.adapter.type == OFT else "train.lora.oft_"
+    if checkpoint := CHECKPOINT.fullmatch(run.folder.resolve().name):
+        yield "checkpoint", f"step {int(checkpoint[1]):,}"
     for name, value in values.items():
         wanted = name in shown or (name.startswith(SECTIONS) and value != defaults.get(name))
         wanted = wanted and not name.startswith(without)

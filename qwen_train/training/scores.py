@@ -39,7 +39,10 @@ JUDGES = (LOSS, TARGET)
 """The scores that say how good a step is. The loss comes first: it has more samples, and a distance to one target is
 less for a blurred image than for a sharp one that differs."""
 LARGEST = 1e100  # squares must not overflow
-UNREADABLE = (OSError, ValueError, LookupError, TypeError, SafetensorError, QwenCacheError, RecursionError)
+UNREADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError),
+    *(SafetensorError, QwenCacheError),
+)
 
 Image = NDArray[np.float32]
 """`[c, h, w]`: latents."""
@@ -103,10 +106,11 @@ def read_scores(folder: Path) -> Scores:
     return found
 
 
-def _mean(levels: Sequence[float]) -> float:
-    """The loss of a sample; ValueError unless there is one for each quarter."""
-    if len(levels) != LEVELS:
-        raise ValueError(f"{len(levels)} losses of a sample in place of {LEVELS}")
+def _mean(levels: Any) -> float:
+    """The loss of a sample; ValueError or OverflowError unless there is one for each quarter."""
+    is_list = isinstance(levels, list) and len(levels) == LEVELS
+    if not is_list or any(type(each) not in (int, float) or each < 0 for each in levels):
+        raise ValueError(f"not {LEVELS} losses")
     return sum(map(float, levels)) / LEVELS
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from qwen_train.data.samples import (
     with_model_of_caches,
 )
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start
-from qwen_train.run import STATE, Launch, ToEncode, checkpoints, only_run, resume_command
+from qwen_train.run import STATE, Launch, Requests, ToEncode, checkpoints, only_run, resume_command
 
 # ---- start -----------------------------------------------------------------------------------------------------------
 # A run that has passed the checks and has not loaded torch yet.
@@ -65,6 +65,8 @@ class Start:
     """The hash of its file, and its weight; empty as `weights` is, and without an assistant."""
     taken: tuple[TakenIn, ...] = ()
     """The commits that the run has taken in until its newest checkpoint, with `train.follow`."""
+    requests: Requests = field(default_factory=Requests)
+    """The signals that ask for a checkpoint or images."""
 
     @property
     def out(self) -> Path:
@@ -274,13 +276,13 @@ def starting(
 ) -> Iterator[Start]:
     """Check the run, and keep other runs out of its folder until the end of the block."""
     out = Path(config.train.output_dir)
-    check_encoding(to_encode, launch)
+    check_encoding(config, to_encode, launch)
     check_followable(config, to_encode)
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
         samples = open_samples(config) if to_encode is None else None
         validation_cache = open_validation_cache(config, to_encode)
-    with only_run(out, launch):
+    with Requests() as requests, only_run(out, launch):
         earlier = checkpoints(out)
         if earlier and not resume:
             command = resume_command(out, launch, to_encode=to_encode)
@@ -314,15 +316,18 @@ def starting(
         weights = hash_transformer(model) if launch.is_main else ""
         assistant_hash = hash_assistant(assistant) if launch.is_main and assistant else ""
         hashes = weights, assistant, assistant_hash
-        start = Start(config, launch, model, samples, to_encode, validation_cache, newest, *hashes, taken)
+        start = Start(config, launch, model, samples, to_encode, validation_cache, newest, *hashes, taken, requests)
         check_resumable(start)
         yield start
 
 
-def check_encoding(to_encode: ToEncode | None, launch: Launch) -> None:
-    """ConfigError if a run that encodes lacks packages, or is several processes without a server for all."""
+def check_encoding(config: Config, to_encode: ToEncode | None, launch: Launch) -> None:
+    """ConfigError if a run that encodes lacks packages, shows samples, or is several processes without a server."""
     if to_encode is None:
         return
+    if count := config.validation.num_images:
+        what, do = "a run that encodes shows no samples of its source", "set validation.prompts, or train from a cache"
+        raise ConfigError(what, where="validation.num_images", found=count, do=do)
     require("aiohttp" if to_encode.at is not None else "fastapi")
     if to_encode.at is None and launch.world_size > 1:
         do = "start `qwen-cache serve --no-store`, and give --encode-at its address"
