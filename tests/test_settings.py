@@ -120,6 +120,13 @@ def test_what_no_settings_need_is_refused_at_once(
     assert not Path("run").exists()
 
 
+@pytest.mark.parametrize("key", ["train.logit_mean", "train.lora.lora_alpha", "predict.guidance_scale"])
+@pytest.mark.parametrize("value", [".nan", "-.inf", '"NaN"'])
+def test_a_number_is_finite(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.*finite|finite.*{key}"):
+        load_config(None, [f"{key}={value}"])
+
+
 def test_anchors_aliases_and_merge_keys_work(tmp_path: Path) -> None:
     file = tmp_path / "qwen.yaml"
     file.write_text(

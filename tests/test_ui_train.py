@@ -627,12 +627,15 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         page.locator(".by-step button").last.press("Enter")
         page.locator("#enlarged[open]").wait_for()
         assert page.locator("#enlarged-title").inner_text() == "red: two, step 5"
+        page.keyboard.press("Escape")
         page.locator("#new-run > summary").press("Enter")
         page.get_by_label("Presets").select_option("Edit")
         page.get_by_role("button", name="Change these 5 settings").press("Enter")
         page.locator("#line", has_text="rank").wait_for()
-        page.get_by_role("button", name="Undo the preset Edit").press("Enter")
+        page.locator("[id='setting-train.max_steps']").fill("1234")
+        page.get_by_role("button", name="Undo the presets").press("Enter")
         page.locator("#line:not(:has-text('rank'))").wait_for()
+        assert "--max-steps 1234" in page.locator("#line").inner_text(), "what was typed after the preset stays"
         page.reload()
         page.locator("#differences tbody tr").wait_for()
         assert page.locator("#view-title").inner_text() == "2 runs compared"

@@ -34,7 +34,7 @@ Sigmas = Annotated[
 ]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Scales = Annotated[
-    list[Annotated[float, Field(ge=1, allow_inf_nan=False)]],
+    list[Annotated[float, Field(ge=1)]],
     Field(min_length=1),
     BeforeValidator(lambda v: v if isinstance(v, list) else [v]),
 ]
@@ -47,9 +47,9 @@ Resolutions = Annotated[
 
 
 class Section(BaseModel):
-    """A section of qwen.yaml: frozen; unknown names are errors."""
+    """A section of qwen.yaml: frozen; unknown names are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
     def flat(self, prefix: str = "") -> dict[str, Any]:
         """Every setting by its dotted name, with JSON values."""
@@ -597,7 +597,7 @@ class PredictConfig(Section):
     """Denoising steps; by default 50, for Qwen-Image-2.1 40, or as many as the noise levels saved with the model."""
     sigmas: Sigmas | None = None
     """Noise levels in place of num_inference_steps, descending from 1, before the shift; also as text with commas."""
-    true_cfg_scale: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    true_cfg_scale: float | None = None
     """Classifier-free guidance, where a negative prompt is given; by default 4, for Qwen-Image-2.1 1 (none)."""
     negative_prompt: str | None = None
     """The prompt to guide away from; may be empty."""
@@ -651,7 +651,7 @@ class CaptionConfig(Section):
 # ---- serve -----------------------------------------------------------------------------------------------------------
 # `serve` in qwen.yaml.
 
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0)]
 
 
 class ServeConfig(Section):

@@ -53,6 +53,8 @@ OF_RUNS = ("cache.path", "model.", "train.", "optimizer.", "lr_scheduler.", "val
 FETCHED = ("model.transformer", "model.text_encoder", "model.vae", "train.assistant_lora", "train.lora.weights")
 """Settings that name a file, or else a repository on the hub."""
 VAE_DEVICE = "validation.vae_device"
+RESOLVED = ("train.layout", "train.compile")
+"""Settings of a run that are the choice for its device where qwen.yaml has `auto`; the results are equal."""
 LOGS = "logs"  # of TensorBoard, in the folder of a run
 
 
@@ -131,7 +133,8 @@ def settings_again(workspace: Workspace, run: Path, earlier: Job | None) -> dict
     """
     saved, own = load_saved(run / CONFIG_NAME).flat(), workspace.settings().flat()
     of_run = {key: value for key, value in saved.items() if key.startswith(OF_RUNS)}
-    differing = {key: value for key, value in of_run.items() if value != own[key]}
+    is_chosen = {key: own[key] == AUTO for key in RESOLVED}  # by the run, for its device
+    differing = {key: value for key, value in of_run.items() if value != own[key] and not is_chosen.get(key)}
     left_out = [key for key, value in differing.items() if not _is_harmless(workspace, key, value)]
     changes = {key: value for key, value in differing.items() if key not in left_out}
     changes["train.output_dir"] = runs.new_name(workspace, workspace.shown(run))

@@ -35,7 +35,7 @@ export class OldVersions {
   }
 
   take(row) {
-    if (row === this.row) return;
+    if (row === this.row) return this.element.open && act(null, () => this.load()); // it may have been edited
     this.row = row;
     this.element.open = false;
     this.list.replaceChildren();

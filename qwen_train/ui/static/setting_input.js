@@ -3,11 +3,11 @@
 
 import { element } from "./api.js";
 
-const GB = 1e9, SIZE = /^([\d.]+)\s*GB$/i, SQUARE = /^(\d+)\s*(?:²|\^2)$/, SIDES = /^(\d+)\s*[x×]\s*(\d+)$/i;
+const GB = 1e9, NUMBER = /^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$/i, SIZE = /^([\d.]+)\s*GB$/i, SQUARE = /^(\d+)\s*(?:²|\^2)$/, SIDES = /^(\d+)\s*[x×]\s*(\d+)$/i;
 
 const joined = (value, each) => [].concat(value ?? []).map(each).join(", ");
 const parts = (text) => text.split(",").map((each) => each.trim()).filter(Boolean);
-const number = (text) => (text !== "" && Number.isFinite(Number(text)) ? Number(text) : text);
+const number = (text) => (NUMBER.test(text) ? Number(text) : text);
 
 const size = (text) => (SIZE.test(text) ? Math.round(SIZE.exec(text)[1] * GB) : number(text));
 
@@ -45,8 +45,6 @@ const kindOf = (setting) => KINDS[setting.kind] ?? KINDS.text;
 function json(text) {
   try { return JSON.parse(text); } catch { return text; }
 }
-
-const isEmpty = (value) => value === "" || (Array.isArray(value) && !value.length);
 
 export const hasValue = (value) => value !== null && value !== undefined && value !== "";
 
@@ -91,6 +89,6 @@ export function read(input, setting) {
   if (setting.kind === "flag") return input.checked;
   const given = input.value.trim();
   if (setting.kind === "choice" && ["true", "false"].includes(given)) return given === "true";
-  if (given === "") return isEmpty(setting.default) ? setting.default : null;
+  if (given === "") return setting.default ?? null;
   return /^[[{]/.test(given) ? json(given) : kindOf(setting).read(given);
 }

@@ -108,6 +108,7 @@ export class SettingsForm {
     }, "Undo");
     input.addEventListener("change", () => {
       this.set(setting.key, read(input, setting));
+      if (input.value === "") show(input, setting, this.value(setting.key)); // emptied: as by default
       back.hidden = !(setting.key in this.changes);
     });
     const notes = [limits(setting), hasValue(setting.default) && `default: ${shown(setting, setting.default)}`].filter(Boolean);

@@ -108,8 +108,10 @@ export class TrainForm {
       this.chosenDevices = devices.join(",");
       this.devices.set(this.chosenDevices);
     }
-    this.show.fill(changes);
     const others = (await this.settings.replace(changes)).filter((key) => !OWN.includes(key));
+    this.show.fill(changes);
+    this.presets.forget();
+    await this.presets.load(this.fields["model.path"].input.value.trim());
     const value = (each) => typeof each === "string" ? each : JSON.stringify(each);
     at("filled").replaceChildren(...[
       `This form has the settings of ${folder}, where they differ from qwen.yaml, and a new output folder.`,
@@ -176,7 +178,7 @@ export class TrainForm {
     if (changes["train.caches"]?.length) delete changes["cache.path"];
     if (this.isOwnPrompts()) changes[PROMPTS] = this.prompts.value;
     at("gpu-memory").placeholder = smallest ? (smallest / 1e9).toFixed(1) : "such as 24";
-    const memory = Number(at("gpu-memory").value) * 1e9 || smallest;
+    const typed = Number(at("gpu-memory").value) * 1e9, memory = typed > 0 ? typed : smallest;
     return {
       changes, devices: this.chosen, has_gpus: Boolean(this.hasGpus), gpu_memory: memory ? Math.floor(memory) : null,
     };
@@ -235,6 +237,7 @@ export class TrainForm {
     at("new-run").open = false;
     Object.assign(this, { proposed: null, isNamed: false });
     at("filled").hidden = true;
+    this.presets.forget();
     onstart(job);
   }
 }

@@ -42,7 +42,7 @@ export class RunPanel {
   about(name) {
     const { run, job, waiting } = this;
     return {
-      save: "Saves a checkpoint after the current step, which Generate then offers; training continues.",
+      save: "Saves a checkpoint after the current step, which Generate then offers; training continues. It counts among those that are kept (train.checkpoints_total_limit).",
       sample: job?.can.includes("sample") ? "Generates the images after the current step; training continues." : NO_IMAGES,
       stop: job?.state === "stopping" ? "Ends without the checkpoint of the last steps."
         : "Finishes the step, saves a checkpoint and ends. The run can be resumed.",

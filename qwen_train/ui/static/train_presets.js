@@ -6,7 +6,7 @@ import { shown } from "./setting_input.js";
 export class Presets {
   // `settings`: the SettingsForm. `apply(changes)` sets them in it.
   constructor(place, { settings, apply }) {
-    Object.assign(this, { settings, apply, found: [], before: null });
+    Object.assign(this, { settings, apply, found: [], before: {}, applied: {} });
     this.select = element("select", { id: "preset", "aria-describedby": "preset-about", onchange: () => this.show() });
     this.about = element("div", { id: "preset-about" });
     this.use = element("button", { type: "button", onclick: () => this.change() });
@@ -48,18 +48,29 @@ export class Presets {
 
   change() {
     const { changes } = this, preset = this.chosen();
-    this.before = Object.fromEntries(changes.map(({ key }) => [key, this.settings.value(key)]));
-    this.apply(Object.fromEntries(changes.map(({ key, value }) => [key, value])));
+    const applied = Object.fromEntries(changes.map(({ key, value }) => [key, value]));
+    const before = Object.fromEntries(changes.map(({ key }) => [key, this.settings.value(key)]));
+    this.before = { ...before, ...this.before }; // of several presets, what was before the first one
+    Object.assign(this.applied, applied);
+    this.apply(applied);
     this.undo.hidden = false;
-    this.undo.setAttribute("aria-label", `Undo the preset ${preset.name}`);
+    this.undo.setAttribute("aria-label", "Undo the presets");
     this.undo.focus();
     announce(`preset ${preset.name}: ${changes.length} settings changed`);
   }
 
+  // Settings that were changed since are left as they are.
   takeBack() {
-    this.apply(this.before);
-    this.undo.hidden = true;
+    const isAsApplied = ([key]) => JSON.stringify(this.settings.value(key)) === JSON.stringify(this.applied[key]);
+    this.apply(Object.fromEntries(Object.entries(this.before).filter(isAsApplied)));
+    this.forget();
     this.select.focus();
-    announce("the settings are as before the preset");
+    announce("the settings are as before the presets, but for those that you changed since");
+  }
+
+  // The form was filled again: nothing to undo.
+  forget() {
+    Object.assign(this, { before: {}, applied: {} });
+    this.undo.hidden = true;
   }
 }

@@ -98,11 +98,13 @@ export class ShowImages {
     return Object.fromEntries(Object.entries(wanted).filter(([key, value]) => value !== this.of(key)));
   }
 
-  // Choose what a run had, whose settings differ from qwen.yaml in these changes.
+  // Choose what a run had, whose settings differ from qwen.yaml in these changes. What this part would choose by itself
+  // stays its own choice, which follows the other settings.
   fill(changes) {
     const value = (key) => (key in changes ? changes[key] : this.of(key)), count = value(OWN);
-    const prompts = value(CACHE) !== NO_CACHE, decoder = value(DECODER) ?? LATER;
-    this.chosen = { every: value(EVERY), own: count > 0, count: count || null, prompts, decoder };
+    this.chosen = { every: null, own: count > 0, count: count || null, prompts: value(CACHE) !== NO_CACHE, decoder: "" };
+    if (value(EVERY) !== this.steps) this.chosen.every = value(EVERY);
+    if (![CPU, this.training].includes(value(DECODER))) this.chosen.decoder = value(DECODER) ?? LATER;
     this.decoder.dataset.shown = "";
     this.tell();
   }
