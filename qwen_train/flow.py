@@ -26,8 +26,6 @@ from torch import Tensor
 from qwen_cache.errors import ModelError
 
 _SUPPORTED = {
-    "use_dynamic_shifting": True,
-    "time_shift_type": "exponential",
     "use_karras_sigmas": False,
     "use_exponential_sigmas": False,
     "use_beta_sigmas": False,
@@ -45,7 +43,8 @@ class NoiseSchedule:
 
     The fields are those of scheduler_config.json (diffusers' FlowMatchEulerDiscreteScheduler), the defaults are
     Qwen-Image's: two lengths of the target in tokens (16×16 pixels each), the shift mu at each of them, and the lowest
-    noise level (None for 0). `shift` is no setting of the model: it replaces e^mu for every length.
+    noise level (None for 0). `shift` replaces e^mu for every length: that of a scheduler without
+    `use_dynamic_shifting`, or a setting of the training.
     """
 
     base_image_seq_len: int = 256
@@ -62,14 +61,17 @@ class NoiseSchedule:
         Raises:
             ModelError: a setting under which inference would visit other noise levels, such as `use_karras_sigmas`.
         """
-        for name, supported in _SUPPORTED.items():
+        is_dynamic = config.get("use_dynamic_shifting", False)
+        supported_values = _SUPPORTED | ({"time_shift_type": "exponential"} if is_dynamic else {})
+        for name, supported in supported_values.items():
             if (value := config.get(name, supported)) != supported:
                 raise ModelError(
                     "the scheduler's setting is not supported", where=name, expected=supported, found=value
                 )
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         values = {name: config.get(name, default) for name, default in defaults.items()}
-        return cls(**values, shift_terminal=config.get("shift_terminal"))
+        shift = None if is_dynamic else float(config.get("shift", 1.0))
+        return cls(**values, shift_terminal=config.get("shift_terminal"), shift=shift)
 
     def mu(self, target_tokens: int) -> float:
         """The shift for a target of this many tokens: `base_shift` at `base_image_seq_len`, `max_shift` at

@@ -5,7 +5,9 @@ The judge is the stock transformer with both files, loaded by diffusers' own loa
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +15,30 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
+from huggingface_hub import DryRunFileInfo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qwen_cache.errors import ConfigError
+from qwen_cache.models import assistants
+from qwen_cache.models.assistants import PUBLISHED, VERIFIED, Assistant, Verified
+from qwen_cache.models.family import PIPELINES
 from qwen_cache.settings.load import load_config
+from qwen_cache.terminal import human_bytes
 from qwen_train import train as training
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, TRAINED, lora_weights, tuned_layers, without
-from qwen_train.lora.files import WeightedLora, find_assistant, origin_of
+from qwen_train.lora.files import WeightedLora, find_assistant, origin_of, with_assistant
 from qwen_train.lora.reader import read_lora
 from qwen_train.memory.prediction import block_bytes, predict_memory
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.training.checkpoint import save_checkpoint, save_result
 from qwen_train.training.loss import predict_velocity
 
+from .support.commands import run
 from .support.marks import slow
 from .support.outputs import relative_error as tensor_error
-from .support.runs import IMAGES, LORA, SMALL, Trainer, column, differences, relative_error, written
+from .support.runs import IMAGES, LORA, SMALL, Trainer, column, differences, relative_error, run_training, written
 
 LAYER = "transformer_blocks.{}.{}"
 ATTENTION = ("attn.to_q", "attn.to_out.0")
@@ -235,24 +244,170 @@ def test_what_cannot_be_an_assistant_is_refused_by_name(train: Trainer, monkeypa
     assert not (train.folder / "out").exists()
 
 
+# ---- from the hub, and auto ------------------------------------------------------------------------------------------
+
+COMMIT = "0123456789" * 4
+
+
+class Hub:
+    """A hub that has one file under every name, in place of `hf_hub_download`; older ones at their commits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.newest, self.older = file, COMMIT, dict[str, Path]()
+        self.asked = list[tuple[str, str, str | None]]()
+
+    def push(self, file: Path) -> None:
+        self.older[self.newest] = self.file
+        self.file, self.newest = file, self.newest[1:] + self.newest[0]
+
+    def __call__(self, repository: str, name: str, *, revision: str | None, dry_run: bool = False) -> Any:
+        file = self.older.get(str(revision), self.file)
+        if dry_run:
+            commit = str(revision) if file is not self.file else self.newest
+            here = {"filename": name, "local_path": str(file), "is_cached": False, "will_download": True}
+            return DryRunFileInfo(commit_hash=commit, file_size=file.stat().st_size, **here)
+        self.asked.append((repository, name, revision))
+        return str(file)
+
+
+@pytest.fixture
+def hub(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    found = Hub(assistant_file(train))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", found)
+    return found
+
+
+@pytest.fixture
+def verified(train: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> Verified:
+    """The file of the hub in the table of `auto`, for the model of the runs."""
+    digest = hashlib.sha256(hub.file.read_bytes()).hexdigest()
+    entry = Verified(Assistant((str(train.model),), "someone/adapter", "a.safetensors", "apache-2.0"), COMMIT, digest)
+    monkeypatch.setattr(assistants, "VERIFIED", (entry,))
+    return entry
+
+
 @pytest.mark.parametrize(
     ("value", "repository", "file", "weight"),
     [
         ("someone/qwen-assistant", "someone/qwen-assistant", LORA, 1.0),
         ("someone/v2.1/8-steps/a.safetensors:0.5", "someone/v2.1", "8-steps/a.safetensors", 0.5),
+        ("someone/v2.1@v0.1/a.safetensors:2", "someone/v2.1", "a.safetensors", 2.0),
+        ("someone/v2.1@v0.1", "someone/v2.1", LORA, 1.0),
     ],
 )
 def test_from_the_hub(
-    train: Trainer, monkeypatch: pytest.MonkeyPatch, value: str, repository: str, file: str, weight: float
+    hub: Hub, capsys: pytest.CaptureFixture[str], value: str, repository: str, file: str, weight: float
 ) -> None:
-    import huggingface_hub
-
-    downloaded = assistant_file(train)
-    asked: list[tuple[str, str]] = []
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: (asked.append(names), str(downloaded))[1])
+    """At the revision that is named, or the newest, with its commit; a message says what is downloaded before it is."""
     found = find_assistant(load_config(None, [f"train.assistant_lora={value}"]).train)
-    assert found == WeightedLora(downloaded, weight)
-    assert asked == [(repository, file)]
+    assert found == WeightedLora(hub.file, weight, f"{repository}@{COMMIT}/{file}")
+    assert hub.asked == [(repository, file, COMMIT)]
+    size = human_bytes(hub.file.stat().st_size)
+    told = f"downloading the assistant LoRA {repository}/{file} from the hub: {size}, revision {COMMIT}\n"
+    assert capsys.readouterr().err == told
+
+
+def test_auto_is_the_verified_adapter_of_the_model_and_no_other_bytes(
+    train: Trainer, verified: Verified, hub: Hub
+) -> None:
+    """The first line of the run says what is downloaded; what was taken is in its settings and its result."""
+    result = train.try_(train__assistant_lora="auto:0.5", train__max_steps=1)
+    assert result.code == 0, result.stderr
+    assert result.stderr.startswith("downloading the assistant LoRA someone/adapter/a.safetensors from the hub: ")
+    out = train.folder / "out"
+    assert load_config(out / "qwen.yaml").train.assistant_lora == f"someone/adapter@{COMMIT}/a.safetensors:0.5"
+    origin = origin_of(out / LORA)
+    assert origin["assistant_lora_from"] == f"someone/adapter@{COMMIT}/a.safetensors"
+    assert origin["assistant_lora_sha256"] == verified.sha256
+    assert not any(ASSISTANT in name for name in load_file(out / LORA))
+
+    hub.file.write_bytes(assistant_file(train, "other.safetensors", seed=2).read_bytes())
+    other = hashlib.sha256(hub.file.read_bytes()).hexdigest()
+    for value in ("auto", f"someone/adapter@{COMMIT}/a.safetensors"):
+        result = train.try_("--resume", train__assistant_lora=value, train__max_steps=2)
+        assert result.code == 2
+        assert f"not the file that was verified (expected sha256 {verified.sha256}, found {other})" in result.stderr
+
+
+def test_a_resumed_run_has_the_commit_that_it_began_with(train: Trainer, hub: Hub) -> None:
+    """Whatever is the newest by then; and that one is refused."""
+    settings = {"settings": SMALL, "train__assistant_lora": "someone/adapter/a.safetensors:0.5"}
+    out = train(**settings, train__max_steps=1)
+    hub.push(assistant_file(train, "other.safetensors", seed=2))
+    result = train.try_("--resume", **settings, train__max_steps=2)
+    assert (result.code, "trained with another assistant LoRA, so it cannot be resumed" in result.stderr) == (2, True)
+    command = f"run --resume --out {out} --set train.max_steps=2"
+    assert command in result.stderr
+    result = run_training(*command.split()[1:])
+    assert result.code == 0, result.stderr
+    assert f"someone/adapter@{COMMIT}/a.safetensors:0.5: frozen, left out of the result" in result.stderr
+
+
+def test_plan_counts_the_adapter_that_auto_takes(train: Trainer, verified: Verified, hub: Hub) -> None:
+    options = ["--model", train.model, "--json", "--set"]
+    with_it, without_it = (
+        json.loads(run("qwen-train", "plan", train.cache, *options, f"train.assistant_lora={value}").stdout)["memory"]
+        for value in ("auto", "null")
+    )
+    values = sum(tensor.numel() for tensor in load_file(hub.file).values())
+    assert with_it["weights"] - without_it["weights"] == 2 * values, "bfloat16"
+
+
+def test_auto_without_a_verified_adapter_names_those_that_are_published(
+    train: Trainer, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assistants, "VERIFIED", ())
+    base = "Qwen/Qwen-Image-2.1"
+    with pytest.raises(ConfigError) as error:
+        with_assistant(load_config(None, ["train.assistant_lora=auto"], model__path=base))
+    message = str(error.value)
+    assert f"{base}: train.assistant_lora=auto: no training adapter of this model was verified" in message
+    named = re.findall(r"(train\.assistant_lora=\S+) \((licence \S+|without a stated licence)\)", message)
+    assert named == [
+        ("train.assistant_lora=SimpleTuner/Qwen-Image-2.1-training-assistant-v3", "licence qwen-research"),
+        (
+            "train.assistant_lora=ShootTheSound/Fizgig-Qwen-Image-2.1-Training-Adapter/"
+            "fizgig_qwen_image_2.1_training_adapter.safetensors",
+            "without a stated licence",
+        ),
+    ]
+    for assignment, _ in named:  # each can be typed as it is shown
+        assert find_assistant(load_config(None, [assignment]).train)
+    assert [name for _, name, _ in hub.asked] == [LORA, "fizgig_qwen_image_2.1_training_adapter.safetensors"]
+    for unknown in ("Qwen/Qwen-Image-2.1-Turbo", "someone/model", str(train.model)):
+        with pytest.raises(ConfigError, match="auto: no training adapter of this model is known"):
+            with_assistant(load_config(None, ["train.assistant_lora=auto"], model__path=unknown))
+    result = train.try_(train__assistant_lora="auto")
+    assert (result.code, f"{train.model}: train.assistant_lora=auto: no training" in result.stderr) == (2, True)
+    assert not (train.folder / "out").exists()
+
+
+def test_auto_without_a_network_says_how_to_get_the_file(
+    train: Trainer, verified: Verified, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()  # the hub is huggingface_hub's own again, which is offline in tests
+    monkeypatch.setattr(assistants, "VERIFIED", (verified,))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = train.try_(train__assistant_lora="auto")
+    assert result.code == 2
+    assert (
+        f"someone/adapter@{COMMIT}/a.safetensors: train.assistant_lora: no such file here, and the hub cannot be "
+        in (result.stderr)
+    )
+    assert f"with `hf download someone/adapter a.safetensors --revision {COMMIT}`, or name a file" in result.stderr
+
+
+def test_the_table_of_auto() -> None:
+    """Entries have a whole commit and hash, one for each model, and are for models that this project knows."""
+    known = {model for pipeline in PIPELINES.values() for model in pipeline.models}
+    bases = [base for each in VERIFIED for base in each.assistant.bases]
+    assert len(bases) == len(set(bases))
+    for each in VERIFIED:
+        assert re.fullmatch("[0-9a-f]{40}", each.revision)
+        assert re.fullmatch("[0-9a-f]{64}", each.sha256)
+        assert each.assistant in PUBLISHED
+    for published in PUBLISHED:
+        assert set(published.bases) <= known
 
 
 # ---- with other settings ---------------------------------------------------------------------------------------------

@@ -276,9 +276,10 @@ def test_noise_is_normal_and_never_sampled_twice(cache: Cache) -> None:
     assert float((values.abs() < 1).float().mean()) == pytest.approx(math.erf(math.sqrt(0.5)), abs=bound)
 
 
-def test_noise_level_is_shifted_for_the_target_alone(cache: Cache) -> None:
+@pytest.mark.parametrize("shift", [None, 2.0])
+def test_noise_level_is_shifted_for_the_target_alone(cache: Cache, shift: float | None) -> None:
     """A logit-normal without width always draws the sigmoid of its mean, so that the level is known."""
-    schedule = NoiseSchedule(base_image_seq_len=0, max_image_seq_len=100)
+    schedule = NoiseSchedule(base_image_seq_len=0, max_image_seq_len=100, shift=shift)
     config = TrainConfig(timestep_sampling="logit_normal", logit_mean=-1.0, logit_std=0.0)
     for position in range(len(cache)):
         noised = Batches(Mixture.of(cache), config, schedule).sample_noise(position)

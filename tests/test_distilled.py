@@ -18,6 +18,9 @@ from qwen_train.run import Launch
 from qwen_train.training.prepare import distilled_warning
 from qwen_train.training.start import starting
 
+from .support.published import PUBLISHED, TURBO, TURBO_SIGMAS
+from .support.runs import run_training
+
 Built = Callable[[str, Sequence[str]], Path]
 
 
@@ -52,6 +55,29 @@ def test_the_warning_is_one_line_and_says_what_to_do(tmp_path: Path) -> None:
         "distillation as train.assistant_lora"
     )
     assert distilled_warning(with_sigmas(tmp_path, None)) is None
+
+
+def test_a_model_with_the_schedule_of_turbo_is_trained_and_shown(
+    built: Built, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its scheduler has no shift that depends on the size, which both the noise levels and the images take."""
+    model = shutil.copytree(tiny_model("qwen-image-21"), tmp_path / "Turbo")
+    with_sigmas(model, TURBO_SIGMAS)
+    scheduler = PUBLISHED[TURBO].scheduler
+    (model / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler), encoding="utf-8")
+    settings = {
+        "train.output_dir": str(tmp_path / "out"),
+        "train.mixed_precision": "no",
+        "train.max_steps": 1,
+        "validation.num_images": 1,
+        "validation.num_inference_steps": 2,
+        "logging.report_to": "none",
+    }
+    assignments = [word for name, value in settings.items() for word in ("--set", f"{name}={json.dumps(value)}")]
+    result = run_training(built("qwen-image-21", ()), "--model", model, *assignments)
+    assert result.code == 0, result.stderr
+    assert "is distilled (a schedule of 8 sigmas)" in result.stderr
+    assert list((tmp_path / "out" / "validation" / "step-1").glob("*.safetensors"))
 
 
 def test_training_warns(

@@ -13,6 +13,7 @@ from PIL import Image
 
 from qwen_cache.cli import init
 from qwen_cache.cli.doctor import Device, Torch
+from qwen_cache.models import assistants
 from qwen_cache.models.family import FAMILIES
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import OTHER_NAMES, Config, known_keys, load_config
@@ -67,9 +68,32 @@ def test_a_settings_file_for_the_data() -> None:
     assert without in comments
     assert "Images to generate while it trains, from the first rows" in comments
     assert "333.3 epochs at a batch size of 1." in comments
-    assert "Also possible: Qwen/Qwen-Image-Edit-2511 (apache-2.0); Qwen/Qwen-Image-Edit (apache-2.0)" in comments
+    assert (
+        "Also possible: Qwen/Qwen-Image-Edit-2511 (apache-2.0); FireRedTeam/FireRed-Image-Edit-1.0 (apache-" in comments
+    )
+    assert "Qwen/Qwen-Image-2.1-Turbo (qwen-research, distilled: to generate with)" in comments
     assert "No GPU was found on this machine" in comments
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_training_adapter_of_a_model_is_in_a_comment_until_it_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_data({"a": 1})
+    name = "SimpleTuner/Qwen-Image-2.1-training-assistant-v3"
+    for model, line in (("2.1", f"  # assistant_lora: {name}\n"), ("2.1-Turbo", None), ("Edit-2511", None)):
+        assert run("qwen-cache", "init", "--force", "--model", f"Qwen/Qwen-Image-{model}").code == 0
+        config, text = written()
+        assert config.train.assistant_lora is None
+        assert ("assistant_lora" in text) is (line is not None)
+        assert line is None or line in text
+    first = assistants.published_for("Qwen/Qwen-Image-2.1")[0]
+    monkeypatch.setattr(assistants, "VERIFIED", (assistants.Verified(first, "0" * 40, "0" * 64),))
+    assert run("qwen-cache", "init", "--force", "--model", "Qwen/Qwen-Image-2.1").code == 0
+    config, text = written()
+    assert config.train.assistant_lora == "auto"
+    assert name in text
+    own = ("--set", "train.assistant_lora=mine.safetensors")
+    assert run("qwen-cache", "init", "--force", "--model", "Qwen/Qwen-Image-2.1", *own).code == 0
+    assert written()[0].train.assistant_lora == "mine.safetensors"
 
 
 def test_prompts_for_images_are_those_that_are_trained() -> None:

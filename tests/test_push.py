@@ -175,6 +175,9 @@ def test_the_card_names_the_file_of_the_transformer_and_the_assistant_without_th
     assert "trained on is not that repository's, but the file `tuned.gguf`." in card
     assert "beside the assistant LoRA `turbo.safetensors, xxh3-128 0, weight 1`, which is not part of it." in card
     assert SECRET not in card
+    origin["assistant_lora_from"] = "someone/adapter@0123/turbo.safetensors"
+    card = json.loads(push(write_run(tmp_path / "hub", origin=origin), "--dry-run", "--json").stdout)["card"]
+    assert "`turbo.safetensors, xxh3-128 0, weight 1, someone/adapter@0123/turbo.safetensors`, which is not" in card
 
 
 def test_the_card_shows_every_image_with_its_prompt_and_its_guidance(tmp_path: Path, hub: UploadHub) -> None:

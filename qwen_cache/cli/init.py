@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_cache.cli.doctor import Device, Torch, probe_torch
 from qwen_cache.errors import ConfigError, SourceError, counted
+from qwen_cache.models.assistants import published_for, verified_for
 from qwen_cache.models.family import FAMILIES, QWEN_IMAGE, VAE_IMAGE_SIZE, Family
 from qwen_cache.options import (
     CONTROLS,
@@ -487,7 +488,7 @@ def chosen(
     from qwen_cache.settings.load import Config
 
     name, family = next((each for each in models if each[0] == config.model.path), models[0])
-    others = "; ".join(f"{other} ({kind.licence})" for other, kind in models if other != name)
+    others = "; ".join(f"{other} ({_terms(other, kind)})" for other, kind in models if other != name)
     takes = "No control images" if not survey.controls[1] else f"{_controls(survey.controls)} per sample"
     yield "model.path", name, f"{takes}, licence {family.licence}." + (f" Also possible: {others}." if others else "")
     yield "data.source", config.data.source, ""
@@ -505,6 +506,7 @@ def chosen(
     if parts:
         caches = [each.cache for each in parts]
         yield "train.caches", caches, "A cache for each part; the weight is how often a sample comes in an epoch."
+    yield from _assistant(config.model.path or name)
     yield from _memory(family, torch)
     steps = defaults.train.max_steps
     epochs = "" if parts else f"{steps / survey.samples:.1f} epochs at a batch size of 1."
@@ -517,6 +519,24 @@ def chosen(
     if survey.prompts:
         what = "Images to generate while it trains, from the first rows: `build` encodes them, `qwen-train decode` "
         yield "validation.prompts", survey.prompts, what + "shows them. Images that are not in the data tell more."
+
+
+def _terms(model: str, family: Family) -> str:
+    """The licence of a published model, and whether it is one to generate with alone."""
+    is_distilled = any(model in pipeline.distilled for pipeline in family.pipelines)
+    return f"{family.licence}{', distilled: to generate with' if is_distilled else ''}"
+
+
+def _assistant(base: str) -> Iterator[tuple[str, Any, str]]:
+    """The training adapter of a base that needs one: `auto` if it was verified, or else in a comment."""
+    from qwen_cache.settings.describe import CommentedOut
+
+    why = "A frozen adapter beside the LoRA, which alone is reported to lose texture on this model"
+    if verified := verified_for(base):
+        yield "train.assistant_lora", "auto", f"{why}: {verified.assistant.repository}."
+    elif published := published_for(base):
+        text = f"{why}; {published[0].licence_told}, its benefit not checked here. Uncomment to try it."
+        yield "train.assistant_lora", CommentedOut(published[0].name), text
 
 
 def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:

@@ -91,6 +91,8 @@ class Pipeline:
     """The template of samples without controls, if it is another one: that of text to image."""
     tokenizer: str = "tokenizer"
     """The folder of the tokenizer."""
+    distilled: tuple[str, ...] = ()
+    """The models with noise levels of their own: to generate with, since plain training undoes the distillation."""
 
     def template_for(self, controls: int) -> Template:
         """The template of a sample with this number of controls."""
@@ -183,7 +185,12 @@ QWEN_IMAGE = Family(
         ),
         Pipeline(
             "QwenImageEditPlusPipeline",
-            ("Qwen/Qwen-Image-Edit-2509", "Qwen/Qwen-Image-Edit-2511"),
+            (
+                "Qwen/Qwen-Image-Edit-2509",
+                "Qwen/Qwen-Image-Edit-2511",
+                "FireRedTeam/FireRed-Image-Edit-1.0",
+                "FireRedTeam/FireRed-Image-Edit-1.1",
+            ),
             Template(chat(_EDIT), image=f"Picture {{}}: {IMAGE}", drop_idx=64, condition_image_size=384 * 384),
             min_controls=1,
             max_controls=None,
@@ -191,7 +198,7 @@ QWEN_IMAGE = Family(
         ),
         Pipeline(
             "QwenImagePipeline",
-            ("Qwen/Qwen-Image",),
+            ("Qwen/Qwen-Image", "Qwen/Qwen-Image-2512"),
             _TEXT_TO_IMAGE_TEMPLATE,
             min_controls=0,
             max_controls=0,
@@ -215,7 +222,7 @@ QWEN_IMAGE_21 = Family(
     pipelines=(
         Pipeline(
             "QwenImage21Pipeline",
-            ("Qwen/Qwen-Image-2.1",),
+            ("Qwen/Qwen-Image-2.1", "Qwen/Qwen-Image-2.1-Turbo"),
             Template(
                 chat(_ANALYZE),
                 image=f"<image{{}}>{IMAGE}",
@@ -226,6 +233,7 @@ QWEN_IMAGE_21 = Family(
             min_controls=0,
             max_controls=None,
             tokenizer="processor",
+            distilled=("Qwen/Qwen-Image-2.1-Turbo",),
         ),
     ),
     vae="AutoencoderKLQwenImage21",

@@ -159,6 +159,13 @@ def to_yaml(settings: Iterable[Setting], config: Config) -> str:
     return settings_file((each.key, values[each.key], _described(each, values[each.key])) for each in settings)
 
 
+@dataclass(frozen=True)
+class CommentedOut:
+    """A value that a settings file has in a comment, for a user to uncomment."""
+
+    value: Any
+
+
 def settings_file(entries: Iterable[tuple[str, Any, str]]) -> str:
     """A settings file of keys with their values and comments. Keys of one section follow each other."""
     lines: list[str] = []
@@ -196,6 +203,8 @@ def comment(text: str, depth: int = 0) -> list[str]:
 
 def _entry(name: str, value: Any, depth: int) -> list[str]:
     """A key with its value: on one line, but for sentences and lists that do not fit on it."""
+    if isinstance(value, CommentedOut):
+        return [f"{_indent(depth)}# {name}: {_value(value.value)}"]
     line, indent = f"{_indent(depth)}{name}: {_value(value)}", _indent(depth + 1)
     if len(line) > WIDTH and isinstance(value, list):
         return [f"{_indent(depth)}{name}:", *(f"{indent}- {_value(each)}" for each in value)]

@@ -390,7 +390,8 @@ class TrainConfig(BatchConfig):
     and the learning rate's schedule count steps, whatever the commits."""
     assistant_lora: str | None = None
     """A second, frozen LoRA that is active in training and left out of the result: a file, the output folder of a run,
-    or owner/repository[/file] on the hub, each with an optional :weight."""
+    or owner/repository[@revision][/file] on the hub, each with an optional :weight. auto: the verified training adapter
+    of the model, if there is one."""
     max_steps: Positive = 1000
     """Optimizer steps."""
     gradient_accumulation_steps: Positive = 1

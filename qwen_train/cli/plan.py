@@ -55,6 +55,7 @@ def plan(
     from qwen_cache.models.folder import check_name, find_here, open_model
     from qwen_cache.settings.load import load_config
     from qwen_train.data.samples import Planned, check_encoders, open_samples, with_model_of_caches
+    from qwen_train.lora.files import with_assistant
     from qwen_train.run import cache_of_run, in_one_process, only_cache
 
     if cache and (of_run := cache_of_run(Path(cache.value))):
@@ -66,7 +67,7 @@ def plan(
     capacity = capacity_of(gpu_memory) if gpu_memory else None
     samples = open_samples(settings)
     planned = Planned.of(samples, settings.train)
-    settings = with_model_of_caches(settings, samples, ("transformer",))
+    settings = with_assistant(with_model_of_caches(settings, samples, ("transformer",)))
     name = check_name(settings.model.path)
     if here := find_here(name, (), settings.model.revision):
         opened = replace(open_model(str(here), ()), name=name, text_encoder=settings.model.text_encoder)

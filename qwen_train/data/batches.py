@@ -188,7 +188,8 @@ class Batches:
     ) -> None:
         """The batches from `begin` of a run on."""
         self.cache, self.config, self.rank, self.world_size = cache, config, rank, world_size
-        self.schedule = replace(schedule, shift=config.timestep_shift)
+        shift = schedule.shift if config.timestep_shift is None else config.timestep_shift
+        self.schedule = replace(schedule, shift=shift)
         planned = Planned.of(cache, config, begin)
         self.training, self.validation = planned.training, planned.validation
         """The trained and the held-out samples, as positions in the cache."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -15,9 +16,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from qwen_cache.errors import ConfigError, TrainError, first_line
+from qwen_cache.models.assistants import published_for, verified_as, verified_for
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import LoraConfig, TrainConfig
-from qwen_cache.text import parse_json
+from qwen_cache.storage.files import open_file
+from qwen_cache.storage.remembered import remembered
+from qwen_cache.terminal import console, human_bytes, naming
+from qwen_cache.text import parse_json, plain
 
 # ---- types -----------------------------------------------------------------------------------------------------------
 # The types of adapters, without torch: their names in files and messages, and what they cannot be combined with.
@@ -137,8 +142,13 @@ PEFT_WEIGHTS_NAME, PEFT_CONFIG_NAME = "adapter_model.safetensors", "adapter_conf
 ORIGIN = "trained_on"
 """Key in that JSON text: the model, its pipeline and the identity of the cache."""
 
-ON_HUB = re.compile(r"(?P<repository>\w[\w.-]*/\w[\w.-]*(?<!\.safetensors))(?:/(?P<file>[^\\]+\.safetensors))?")
-"""A repository on the hub, or a file of it."""
+ON_HUB = re.compile(
+    r"(?P<repository>\w[\w.-]*/\w[\w.-]*(?<!\.safetensors))(?:@(?P<revision>[\w.-]+))?"
+    r"(?:/(?P<file>[^\\]+\.safetensors))?"
+)
+"""A repository on the hub or a file of it, of its newest revision or another."""
+AUTO = "auto"
+"""The value of `train.assistant_lora` for the verified training adapter of the model."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +157,8 @@ class WeightedLora:
 
     file: Path
     weight: float = 1.0
+    address: str = ""
+    """`owner/repository@commit/file` of one that is on the hub."""
 
 
 def parse_lora(text: str) -> WeightedLora:
@@ -200,10 +212,49 @@ def find_start(path: Path) -> Path:
     raise ConfigError("train.lora.weights: no LoRA here", where=path, expected=expected, do=do)
 
 
-def find_assistant(settings: TrainConfig) -> WeightedLora | None:
-    """The LoRA of `train.assistant_lora`, downloaded if it is on the hub; None if none is set.
+def with_assistant(config: Config) -> Config:
+    """The settings with the verified training adapter of `model.path` in place of `train.assistant_lora=auto`.
 
-    Raises ConfigError for full training, and if there is no such LoRA.
+    ConfigError if there is none. Full training, which takes no assistant, is refused by `find_assistant`.
+    """
+    name, weight = split_weight(config.train.assistant_lora or "")
+    if name != AUTO or config.train.method == "full":
+        return config
+    base = str(config.model.path)
+    entry = verified_for(base)
+    if entry is None:
+        raise _none_verified(base)
+    return _naming(config, entry.name, weight)
+
+
+def pinned(config: Config, assistant: WeightedLora | None) -> Config:
+    """The settings with the commit of an assistant on the hub, so that the run has its bytes whenever it is resumed."""
+    return _naming(config, assistant.address, assistant.weight) if assistant and assistant.address else config
+
+
+def _naming(config: Config, name: str, weight: float) -> Config:
+    """The settings with this `train.assistant_lora`."""
+    value = name if weight == 1 else f"{name}:{weight:g}"
+    return config.model_copy(update={"train": config.train.model_copy(update={"assistant_lora": value})})
+
+
+def _none_verified(base: str) -> ConfigError:
+    """The error for a base without an adapter in the table of `auto`, which names those that are published."""
+    others = [f"train.assistant_lora={each.name} ({each.licence_told})" for each in published_for(base)]
+    if not others:
+        what = "train.assistant_lora=auto: no training adapter of this model is known"
+        return ConfigError(what, where=base, do="name a LoRA, or leave train.assistant_lora out")
+    return ConfigError(
+        "train.assistant_lora=auto: no training adapter of this model was verified, so none is chosen",
+        where=base,
+        do=f"name one yourself: {', or '.join(others)}; or leave train.assistant_lora out",
+    )
+
+
+def find_assistant(settings: TrainConfig) -> WeightedLora | None:
+    """The LoRA of `train.assistant_lora`, downloaded with a message if it is on the hub; None if none is set.
+
+    Raises ConfigError for full training, if there is no such LoRA, and if a verified one has other bytes.
     """
     if settings.assistant_lora is None:
         return None
@@ -217,7 +268,8 @@ def find_assistant(settings: TrainConfig) -> WeightedLora | None:
     path = Path(name)
     on_hub = None if path.exists() else ON_HUB.fullmatch(name)
     if on_hub:
-        path = _download(on_hub["repository"], on_hub["file"] or WEIGHTS_NAME)
+        file, address = _download(on_hub["repository"], on_hub["file"] or WEIGHTS_NAME, on_hub["revision"])
+        return WeightedLora(file, weight, address)
     file = _file_at(path)
     if not file.is_file() or file.suffix != ".safetensors":
         raise ConfigError(
@@ -245,17 +297,52 @@ def assistant_bytes(settings: TrainConfig, itemsize: int, modules: str = "") -> 
     return int(values * itemsize)
 
 
-def _download(repository: str, file: str) -> Path:
-    """A file of a repository on the hub; ConfigError if it cannot be downloaded."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+def _download(repository: str, file: str, revision: str | None) -> tuple[Path, str]:
+    """A file of a repository on the hub, and its address with its commit; a message says what is downloaded.
 
+    ConfigError if it cannot be, and if it is in the table of `auto` with another hash.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+
+    where = f"{repository}{f'@{revision}' if revision else ''}/{file}"
     try:
-        return Path(hf_hub_download(repository, file))
-    except (EntryNotFoundError, HFValidationError, OSError) as error:  # OSError: other answers of the hub, or none
+        found = hf_hub_download(repository, file, revision=revision, dry_run=True)
+        commit = found.commit_hash
+        if found.will_download:
+            size = human_bytes(found.file_size) if found.file_size else "of unknown size"
+            what = f"downloading the assistant LoRA {repository}/{file} from the hub: {size}, revision {commit}"
+            console().print(plain(what), markup=False, highlight=False)
+        path = Path(hf_hub_download(repository, file, revision=commit))
+    except LocalEntryNotFoundError:
+        command = f"hf download {repository} {file}{f' --revision {revision}' if revision else ''}"
+        what = "train.assistant_lora: no such file here, and the hub cannot be reached"
+        do = f"download it where there is a network, with `{command}`, or name a file that exists here"
+        raise ConfigError(what, where=where, do=do) from None
+    except (EntryNotFoundError, HFValidationError, OSError) as error:  # OSError: other answers of the hub
         what = f"train.assistant_lora: no such file here, and none from the hub: {first_line(error)}"
         do = "name a file that exists here, or owner/repository/file on the hub"
-        raise ConfigError(what, where=f"{repository}/{file}", do=do) from None
+        raise ConfigError(what, where=where, do=do) from None
+    entry = verified_as(repository, commit, file)
+    if entry is not None and (digest := sha256_of(path)) != entry.sha256:
+        raise ConfigError(
+            "this is not the file that was verified",
+            where=path,
+            expected=f"sha256 {entry.sha256}",
+            found=digest,
+            do="remove it and start again; if it comes back, do not use it, and report it",
+        )
+    return path, f"{repository}@{commit}/{file}"
+
+
+def sha256_of(path: Path) -> str:
+    """The SHA-256 of a file, as the hub shows it; read again only when the file has changed."""
+
+    def compute() -> str:
+        with naming(path), open(open_file(path), "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    return remembered("sha256", [path], compute)
 
 
 def settings_in(header: Mapping[str, str] | None, key: str = METADATA_KEY) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from qwen_train.data.batches import Batches
 from qwen_train.data.samples import Samples, check_cache, check_validation_cache, open_samples, unusual_controls
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
-from qwen_train.lora.files import adapter_title, find_start
+from qwen_train.lora.files import adapter_title, find_start, sha256_of
 from qwen_train.lora.reader import read_lora
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.memory.plan import largest_batch, largest_image
@@ -277,6 +277,9 @@ def prepare(start: Start) -> Prepared:
     run.origin = {"model": start.model.public_name, "pipeline": start.model.pipeline, "cache": batches.cache.identity}
     if start.assistant:
         run.origin["assistant_lora"] = f"{start.assistant.file.name}, {assistant}"
+        run.origin["assistant_lora_sha256"] = sha256_of(start.assistant.file)
+        if start.assistant.address:
+            run.origin["assistant_lora_from"] = start.assistant.address
     if start.model.transformer is not None:
         run.origin["transformer"] = Path(start.model.transformer).name
     if start.newest:

@@ -118,8 +118,10 @@ class RunFacts:
 
     @property
     def assistant(self) -> str | None:
-        """The name of the file of `train.assistant_lora`."""
-        return _name(self.adapter.origin.get("assistant_lora")) if self.adapter else None
+        """The name of the file of `train.assistant_lora`, and its address on the hub if it is there."""
+        origin = self.adapter.origin if self.adapter else {}
+        name, address = _name(origin.get("assistant_lora")), origin.get("assistant_lora_from")
+        return f"{name}, {_code_span(address)}" if name and address else name
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,12 @@ def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_ca
 
 def _name(path: object) -> str | None:
     """The last part of a path of any system."""
-    return plain(PureWindowsPath(str(path)).name).replace("`", "'") if path else None
+    return _code_span(PureWindowsPath(str(path)).name) if path else None
+
+
+def _code_span(text: object) -> str:
+    """Text for between backticks."""
+    return plain(text).replace("`", "'")
 
 
 def read_run(folder: Path, base_model: str | None = None, assignments: Sequence[str] = ()) -> RunFacts:

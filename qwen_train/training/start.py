@@ -35,7 +35,7 @@ from qwen_train.data.samples import (
     open_validation_cache,
     with_model_of_caches,
 )
-from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start
+from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start, pinned, with_assistant
 from qwen_train.run import STATE, Launch, Requests, ToEncode, checkpoints, only_run, resume_command
 
 # ---- start -----------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def starting(
             )
         check_tracker(config.logging.report_to)
         check_optimizer(config, launch.world_size)
-        config = with_model_of_caches(config, samples, TRANSFORMER_PARTS)
+        config = with_assistant(with_model_of_caches(config, samples, TRANSFORMER_PARTS))
         model = open_trainable(config)
         check_adapter(config, model.transformer_config)
         newest = earlier[-1][1] if earlier else None
@@ -310,6 +310,7 @@ def starting(
         if config.train.method == "lora" and config.train.lora.weights is not None and newest is None:
             find_start(Path(config.train.lora.weights))
         assistant = find_assistant(config.train)
+        config = pinned(config, assistant)
         if config.validation.assistant_lora and assistant is None:
             do = "set train.assistant_lora, or leave it out"
             raise ConfigError("validation.assistant_lora is about train.assistant_lora, which is not set", do=do)
