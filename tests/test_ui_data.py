@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import threading
@@ -29,7 +30,7 @@ from qwen_cache.sources.detect import drafts_of, needs_of, read_content
 from qwen_cache.sources.images import open_mask, open_rgb
 from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Draft
-from qwen_train.ui import scan, search, workspace
+from qwen_train.ui import measured, scan, search, workspace
 from qwen_train.ui import scan as row_images
 from qwen_train.ui.data import routes_of
 from qwen_train.ui.job import Command
@@ -37,9 +38,12 @@ from qwen_train.ui.jobs import Checked, Queue
 from qwen_train.ui.scan import Thumbnails
 from qwen_train.ui.workspace import Room, Workspace
 
+from .support.paths import load_tool
 from .support.ui import SourceRequests, opened
 from .support.waiting import HANG, wait_until
 from .support.written_runs import write_run
+
+alignment: Any = load_tool("bench_alignment")
 
 HOSTILE = '<img src=x onerror="alert(1)"> & <script>alert(2)</script> \u202e "make it" {{7*7}}'
 NAMES = ["a", "b", "c", "d"]
@@ -741,6 +745,72 @@ def test_the_problems_of_a_planned_build_are_kept_until_a_row_changes(project: P
     changed = listed()
     wait_until(lambda: is_checked(changed))
     assert changed.row("a")["problems"] == []
+
+
+def test_a_check_measures_what_may_hurt_a_lora(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings are no problems: with the overlay of a misaligned control, over a restart, until the files change."""
+    monkeypatch.setattr("qwen_cache.storage.remembered.is_settled", lambda *_: True)  # as after two seconds
+    project, size = tmp_path / "project", (256, 256)
+    (project / "data").mkdir(parents=True)
+    (project / "qwen.yaml").write_text("data: {vae_image_size: 65536}")
+    pairs = {fault: alignment.planted("coffee.png", size, fault) for fault in ("aligned", "shift 4", "shift 16")}
+    pairs |= {"small": (pairs["aligned"][0].resize((128, 128)), pairs["aligned"][1].resize((128, 128)))}
+    pairs |= {"broken": pairs["aligned"]}
+    for i, (name, images) in enumerate(pairs.items()):
+        for role, image in zip(("target_images", "control_images"), images, strict=True):
+            (project / "data" / role).mkdir(exist_ok=True)
+            image.putpixel((0, 0), (i, 0, 0))
+            image.save(project / f"data/{role}/{name}.png")
+        (project / f"data/target_images/{name}.txt").write_text("recolour it")
+    control = project / "data/control_images/shift 16.png"
+    (project / "data/control_images/broken.png").write_bytes(b"no image")
+
+    def checked(page: Page) -> Any:
+        wait_until(lambda: (page.listed()["check"] or {"state": "running"})["state"] != "running")
+        return page.get()["check"]
+
+    found = {"misaligned_control": 2, "enlarged_target": 1, "not_measured": 1}
+    with opened(project) as client:
+        page = Page(client)
+        page.listed()
+        page.post("/check")
+        assert checked(page)["found"] == found
+        assert checked(page)["measured"] == {"targets": 5, "measured": 4, "pairs": 4}
+        assert page.names(filter="problems") == ["broken"], "a finding is no problem"
+        assert page.names(filter="misaligned_control") == ["shift 16", "shift 4"], "the worst first"
+        worst, other = (page.row(name) for name in ("shift 16", "small"))
+        (note,) = worst["measured"]
+        assert re.fullmatch(r"the control is 1[56]\S* px left, compared with its target", note["what"])
+        assert "align them" in note["do"]
+        assert other["measured"][0]["what"] == "the target is scaled up 2×: 128×128 to 256×256"
+        (group, _) = page.get("/groups", finding="misaligned_control")["groups"]
+        assert [row["name"] for row in group["rows"]] == ["shift 16"]
+        query = {"row": worst["row"], "size": "overlay", **note["overlay"]}
+        answer = page.get("/image", **query)
+        shown = np.asarray(Image.open(BytesIO(answer.content)).convert("RGB"), np.int16)
+        assert shown.shape == (256, 256, 3)
+        assert "immutable" in answer.headers["cache-control"]
+        below, above = (Image.open(project / f"data/{role}/shift 16.png").convert("L").crop((0, 0, 256, 60))
+                        for role in ("target_images", "control_images"))  # fmt: skip
+        assert np.abs(shown[:60, :, 0] - np.asarray(above, np.int16)).mean() < 12, "the control is red"
+        assert np.abs(shown[:60, :, 2] - np.asarray(below, np.int16)).mean() < 12, "the target is cyan"
+        page.get("/image", 422, **query | {"row": other["row"], "role": "control-0"})
+        page.leave_out([worst], True)
+        assert page.names(filter="misaligned_control") == ["shift 4"], "what is left out hurts nobody"
+        page.leave_out([page.row("shift 16")], False)
+    monkeypatch.setattr(measured, "measure_files", lambda *_, **__: pytest.fail("nothing is measured again"))
+    with opened(project) as client:
+        page = Page(client)
+        assert (checked(page)["kept"], checked(page)["found"]) == (True, found)
+        control.write_bytes((project / "data/target_images/shift 16.png").read_bytes())
+        page.post("/reload")
+        page.listed()
+        assert (page.row("shift 16")["changed"], page.row("shift 16")["measured"]) == (True, [])
+    for store in (project / ".qwen-ui/measured").iterdir():
+        store.unlink()
+    with opened(project) as client:
+        page = Page(client)
+        assert checked(page)["found"]["not_measured"] == 4, "as of a check by an older version"
 
 
 def scanned(page: Page) -> dict[str, list[list[str]]]:

@@ -26,6 +26,9 @@ ENLARGED = 1.05
 """The factor from which a target is listed: the rounding of sides to 32 pixels gives less."""
 LEAST_ZOOM, LEAST_SHIFT, SQUEEZE = 0.001, 0.1, 0.002
 """Zooms, shifts in pixels, and differences of the zooms of both axes that are not worth a word."""
+ALIGN = "align them, or leave these rows out: a model learns to move what it should keep"
+ENLARGE = "use larger images, a smaller data.vae_image_size, or data.upscale=false: a model learns their blur"
+"""Advice for misaligned controls and for enlarged targets."""
 NAMED, FEW = 3, 100
 """Samples that a line names, of the first controls."""
 PIXELS = 16  # of a token's side
@@ -155,12 +158,10 @@ class Findings:
         notices = []
         if len(self.misaligned):
             what = f"controls are shifted or zoomed against their targets, by up to {self.pixels[0]:.3g} px"
-            do = "align them, or leave these rows out: a model learns to move what it should keep"
-            notices.append(Notice(what, first(self.misaligned), do, len(self.misaligned)))
+            notices.append(Notice(what, first(self.misaligned), ALIGN, len(self.misaligned)))
         if len(self.enlarged):
             what = f"targets are scaled up to the size that is trained, by up to {times(self.factors[0])}"
-            do = "use larger images, a smaller data.vae_image_size, or data.upscale=false: a model learns their blur"
-            notices.append(Notice(what, first(self.enlarged), do, len(self.enlarged)))
+            notices.append(Notice(what, first(self.enlarged), ENLARGE, len(self.enlarged)))
         return notices
 
     def to_json(self, names: Callable[[Integers], Sequence[str]]) -> dict[str, Any]:

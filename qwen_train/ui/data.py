@@ -19,7 +19,7 @@ from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.rows import Readable
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import plain
-from qwen_train.ui import runs, search, upload
+from qwen_train.ui import measured, runs, search, upload
 from qwen_train.ui.build import Form, build_of
 from qwen_train.ui.captions import add_captions
 from qwen_train.ui.check import Check
@@ -38,7 +38,6 @@ from qwen_train.ui.scan import (
     mask_values,
     overlay,
     roles_of,
-    titled_groups,
     version_of,
     whole,
 )
@@ -100,11 +99,12 @@ class Sources:
         """Check all images, and plan the build of a form that names a model; ConfigError for one with problems."""
         named = form.at.strip() or form.model.strip() or form.changes.get("model.path")
         if not (named or self.workspace.settings().model.path):
-            return source.start_check(None)
+            return source.start_check(None, source.data)
         place = source.place
         shown = str(place) if is_remote(place) else self.workspace.shown(place)
         once = {"source": shown, "mode": "new", "rehash": False}
-        return source.start_check(build_of(self.workspace, form.model_copy(update=once)).plan)
+        build = build_of(self.workspace, form.model_copy(update=once))
+        return source.start_check(build.plan, build.settings.data)
 
 
 def routes_of(workspace: Workspace, queue: Queue, checks: Checks) -> APIRouter:
@@ -210,7 +210,8 @@ def _add_reading(router: APIRouter, sources: Sources) -> None:
     def groups(source: Text, finding: Text, start: Number = 0, count: Annotated[int, Query(ge=0, le=50)] = 20) -> Any:
         opened = sources.get(source)
         findings = opened.scan.findings if opened.scan else None
-        every = [] if findings is None else list(titled_groups(findings, finding))
+        grouped = findings.groups.get(finding) if findings else None
+        every = grouped or [[row] for row in opened.flags().get(finding, ())]
         shown = [
             {"size": len(group), "rows": [row_json(opened, row) for row in group[:IN_GROUP]]}
             for group in every[start : start + count]
@@ -229,8 +230,10 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> 
         v: Text = "",
     ) -> Response:
         opened = sources.get(source)
-        found = image_at(opened.readable(row), role)
-        version = version_of(found)
+        entry = opened.readable(row)
+        found = image_at(entry, role)
+        on_target = size == "overlay" and role != "mask"
+        version = overlay_version(entry, role) if on_target else version_of(found)
         tag, is_mask = f'"{version}-{size}"', role == "mask"
         headers = {"ETag": tag, "Cache-Control": FOREVER if v == version else "private, no-cache"}
         if request.headers.get("if-none-match") == tag:
@@ -241,8 +244,8 @@ def _add_images(router: APIRouter, sources: Sources, thumbnails: Thumbnails) -> 
             except SourceError as error:
                 opened.note(opened.entry(row), found, error)
                 raise
-        if size == "overlay" and not is_mask:
-            raise RefusedError(422, "only a mask has an overlay", "ask for the role mask")
+        if on_target:
+            return Response(control_overlay(opened, entry, role), headers=headers, media_type="image/jpeg")
         data = overlay(found) if size == "overlay" else whole(found, is_mask=is_mask)
         return Response(data, headers=headers, media_type="image/png" if is_mask else "image/jpeg")
 
@@ -326,11 +329,12 @@ def summary_of(opened: OpenSource) -> dict[str, Any]:
         "not_editable": None if refusal is None else error_json(opened, refusal),
         "undo": {"id": opened.undoable[-1].id, "what": opened.undoable[-1].what} if opened.undoable else None,
         "counts": opened.counts() if is_ready else {},
-        "labels": FILTERS | FINDINGS,
+        "labels": FILTERS | FINDINGS | measured.FINDINGS,
+        "advice": measured.ADVICE,
         "groups": IN_GROUPS,
         "general": [problem_json(opened, problem) for problem in general[:MOST_GENERAL]],
         "general_count": len(general),
-        "check": None if opened.check is None else opened.check.as_json() | {"unseen": opened.unseen()},
+        "check": None if opened.check is None else check_json(opened, opened.check),
         "scan": None if opened.scan is None else opened.scan.as_json(),
     }
 
@@ -341,6 +345,9 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
     findings = opened.scan.findings if opened.scan else None
     problems = [problem_json(opened, problem) for problem in opened.problems_of(entry)]
     images = [{"role": role, "v": version_of(image_at(entry, role))} for role in roles_of(entry)]
+    has_changed = opened.has_changed(entry, joined_versions([image["v"] for image in images]))
+    row_measured = None if has_changed or entry.is_left_out else opened.measured.of(entry)
+    notes = list(row_measured.notes()) if row_measured else []
     return {
         "row": row,
         "name": entry.name,
@@ -351,10 +358,38 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
         "left_out": entry.is_left_out,
         "draft": entry in opened.drafts,
         "problems": problems,
-        "changed": opened.has_changed(entry, joined_versions([image["v"] for image in images])),
-        "findings": list(findings.by_row.get(row, ())) if findings else [],
+        "changed": has_changed,
+        "findings": [*(findings.by_row.get(row, ()) if findings else ()), *dict.fromkeys(name for name, _, _ in notes)],
+        "measured": [measured_json(entry, *note) for note in notes],
         "images": images,
     }
+
+
+def measured_json(entry: Entry, finding: str, what: str, control: int | None) -> dict[str, Any]:
+    """A finding of a row, with the role and version of the control that has an overlay."""
+    role = None if control is None else f"control-{control}"
+    overlaid = None if role is None else {"role": role, "v": overlay_version(entry, role)}
+    return {"finding": finding, "what": what, "do": measured.ADVICE[finding], "overlay": overlaid}
+
+
+def check_json(opened: OpenSource, check: Check) -> dict[str, Any]:
+    """A check, with how many rows each of its findings has."""
+    found = {name: len(rows) for name, rows in opened.flags().items() if name in measured.FINDINGS}
+    return check.as_json() | {"unseen": opened.unseen(), "found": found, "measured": opened.measured.to_json()}
+
+
+def overlay_version(entry: Entry, role: str) -> str:
+    """A name of the bytes of a control and its target."""
+    return joined_versions([version_of(image_at(entry, each)) for each in ("target", role)])
+
+
+def control_overlay(opened: OpenSource, entry: Entry, role: str) -> bytes:
+    """A JPEG of a misaligned control on its target; RefusedError (422) for any other image."""
+    row, position = opened.measured.of(entry), int(role.rpartition("-")[2]) if role.startswith("control-") else -1
+    if row is None or position not in row.misaligned or entry.target is None:
+        what, do = "only a mask, or a control that is misaligned, has an overlay", "check the source again"
+        raise RefusedError(422, what, do)
+    return measured.overlay_of(entry.target, image_at(entry, role), row, position)
 
 
 def details_of(opened: OpenSource, row: int) -> list[dict[str, Any]]:

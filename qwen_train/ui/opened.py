@@ -41,6 +41,7 @@ from qwen_train.ui.check import Check, KeptBuild, PlanCheck, read_kept, write_ke
 from qwen_train.ui.drafts import Drafts
 from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checks
+from qwen_train.ui.measured import MeasuredRows, Measuring
 from qwen_train.ui.scan import Facts, Scan, StoppedError, areas, fault_of, faults_of, version_of_images
 from qwen_train.ui.workspace import Workspace
 
@@ -253,6 +254,8 @@ class OpenSource:
         self.order = self.revision = 0
         self.scan: Scan | None = None
         self.check: Check | None = None
+        self.measured = MeasuredRows()
+        """The measurements of the last check that has ended."""
         self.checked: Mapping[str, Sequence[Problem]] = {}
         """The problems of the last plan of a build by `Problem.where`."""
         self.changed_since_check: set[str] = set()
@@ -276,6 +279,7 @@ class OpenSource:
         self._counted: tuple[int, dict[str, int]] = -1, {}
         self._at_revision = -1
         self._with_problems: frozenset[int] = frozenset()
+        self._flags: Mapping[str, Sequence[int]] = {}
 
     def shown(self, where: str) -> str:
         """A place in messages, as it is typed in the opened folder."""
@@ -439,6 +443,11 @@ class OpenSource:
         self._forget_old()
         return self._with_problems
 
+    def flags(self) -> Mapping[str, Sequence[int]]:
+        """The rows of each finding of the scan and of the check."""
+        self._forget_old()
+        return self._flags
+
     def counts(self) -> dict[str, int]:
         """How many rows each filter shows."""
         revision = self.revision
@@ -454,9 +463,8 @@ class OpenSource:
             count = len(self.entries)
             known = self._views.get(view)
             if known is None or self.state == "listing":
-                findings = self.scan.findings if self.scan else None
-                flags, pixels = (findings.flags, findings.pixels) if findings else ({}, None)
-                shown = Shown(self._with_problems, self.drafts, flags, pixels)
+                pixels = self.scan.findings.pixels if self.scan and self.scan.findings else None
+                shown = Shown(self._with_problems, self.drafts, self._flags, pixels)
                 known = self._views[view] = positions(view, self.entries[:count], self._text, shown)
             self._views.move_to_end(view)
             while len(self._views) > VIEWS:
@@ -469,6 +477,8 @@ class OpenSource:
                 return
             self._at_revision = self.revision
             self._views.clear()
+            findings = self.scan.findings if self.scan else None
+            self._flags = {**(findings.flags if findings else {}), **self.measured.flags(self.entries)}
             rows = enumerate(self.entries)
             self._with_problems = frozenset(
                 row
@@ -532,34 +542,49 @@ class OpenSource:
         self._need_list()
         with self.lock:
             if self.scan is None or self.scan.state != "running":
-                scan = self.scan = self._scan(lambda: self._end_scan(scan))
+                scan = self.scan = self._scan(lambda: self._end_scan(scan), self.data)
                 scan.start()
             return self.scan
 
-    def start_check(self, command: Command | None) -> Check:
-        """A new check: of all images, and if a `command` is given, of the build that it plans."""
+    def start_check(self, command: Command | None, data: DataConfig) -> Check:
+        """A new check: of all images, which are measured at the size that `data` trains, and of the planned build.
+
+        That is of a `command`, if one is given.
+        """
         self._need_list()
         plan = PlanCheck(self.checks, command, self.workspace.folder, self.take_check) if command else None
         with self.lock:
             if self.check is not None:
                 self.check.stop()
-            check = self.check = Check(self._scan(lambda: None, finds=False), plan)
+            measured = MeasuredRows()
+            check = self.check = Check(self._scan(lambda: None, data, finds=False, measured=measured), plan)
             if plan is None:
                 self.checked, self.changed_since_check = {}, set()
             key = self._key(command)
-        check.start(lambda: self._end_check(check, key))
+        check.start(lambda: self._end_check(check, key, measured))
         return check
 
     def _need_list(self) -> None:
         if self.state != "ready":
             raise RefusedError(409, "the source is not listed yet", "wait for its list")
 
-    def _scan(self, ended: Callable[[], object], *, finds: bool = True, reads: bool = True) -> Scan:
+    def _scan(
+        self,
+        ended: Callable[[], object],
+        data: DataConfig,
+        *,
+        finds: bool = True,
+        measured: MeasuredRows | None = None,
+        reads: bool = True,
+    ) -> Scan:
+        """A scan that has not begun; `measured` gets the measurements at the size that `data` trains."""
         area, is_inside = min(areas(self.data.vae_image_size)), self.workspace.is_inside
         resolution = Resolution.of(self.data)
 
         def seen(entry: Entry, version: str, facts: Facts) -> None:
             faults = list(faults_of(facts, resolution))
+            if measured is not None:
+                measured.take(entry, facts.measured)
             with self.lock:
                 had = entry.where in self.faults
                 self.looked_at[entry.where] = version
@@ -569,7 +594,10 @@ class OpenSource:
         def look(entry: Entry) -> Entry:
             return readable(entry, is_inside)
 
-        return Scan(tuple(self.entries), look, self._state_of("scan"), area, seen, ended, finds=finds, reads=reads)
+        measures = measured is not None
+        measuring = Measuring(Resolution.of(data), self._state_of("measured"), reads=reads) if measures else None
+        options: dict[str, Any] = {"finds": finds, "measuring": measuring, "reads": reads}
+        return Scan(tuple(self.entries), look, self._state_of("scan"), area, seen, ended, **options)
 
     def _state_of(self, name: str) -> Path:
         """A file about this source in the state folder."""
@@ -582,7 +610,9 @@ class OpenSource:
         if scan.state == "done":
             self._keep(has_scanned=True)
 
-    def _end_check(self, check: Check, key: str) -> None:
+    def _end_check(self, check: Check, key: str, measured: MeasuredRows) -> None:
+        if check.images.state == "done" and check is self.check:
+            self.measured = measured
         self.revision += 1
         if check.state != "done":
             return
@@ -622,14 +652,16 @@ class OpenSource:
         with self.lock:
             if self.scan is not None or self.check is not None:
                 return
-            images = self._scan(self._touch, finds=kept.has_scanned, reads=False)
+            measured = MeasuredRows() if kept.has_checked else None
+            images = self._scan(self._touch, self.data, finds=kept.has_scanned, measured=measured, reads=False)
         images.start()
         images.wait()
         with self.lock:
             if images.state != "done" or self.scan is not None or self.check is not None:
                 return
             self.scan = images if kept.has_scanned else None
-            if kept.has_checked:
+            if measured is not None:
+                self.measured = measured
                 self.check = Check(images, self._recalled(kept.build), is_kept=True)
             self.revision += 1
 

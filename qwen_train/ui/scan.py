@@ -1,4 +1,4 @@
-"""A look at all images of a source: faults, duplicates, outliers; and images for the browser."""
+"""A look at all images of a source: faults, measurements, duplicates, outliers; and images for the browser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
 from threading import Lock, get_ident
@@ -36,6 +37,7 @@ from qwen_cache.sources.sizes import Resolution, Size, SourceImage, mask_fault, 
 from qwen_cache.storage.files import replace, unless_in_use
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.storage.remote import Location, is_remote
+from qwen_train.ui.measured import MeasuredRow, Measuring
 from qwen_train.ui.workspace import decoded
 
 # ---- scan ------------------------------------------------------------------------------------------------------------
@@ -105,6 +107,7 @@ class Facts:
     target: Known | None = None
     controls: tuple[Known, ...] = ()
     mask: Known | None = None
+    measured: MeasuredRow | None = None
 
     @property
     def images(self) -> list[Known]:
@@ -136,13 +139,15 @@ class Scan:
         ended: Callable[[], object],
         *,
         finds: bool = True,
+        measuring: Measuring | None = None,
         reads: bool = True,
     ) -> None:
         """`readable` gives a row whose images may be read; `area` is what images are enlarged to, in pixels. `seen`
         gets each row with the version of its images and their facts; `ended` is called at the end. `finds`: duplicates
-        and outliers too. Without `reads`, rows whose images are not remembered are left out, and counted as `unknown`.
+        and outliers too. `measuring` measures each row. Without `reads`, rows whose images are not remembered are left
+        out, and counted as `unknown`.
         """
-        self._seen, self.finds, self._reads, self.unknown = seen, finds, reads, 0
+        self._seen, self.finds, self._measuring, self._reads, self.unknown = seen, finds, measuring, reads, 0
         self.entries, self.readable, self.area, self.store, self._ended = entries, readable, area, store, ended
         self.state, self.what, self.error = "running", "reading images", ""
         self.done, self.total, self.began, self.seconds = 0, len(entries), time.monotonic(), 0.0
@@ -201,10 +206,12 @@ class Scan:
         def look(entry: Entry) -> tuple[str, Facts | None]:
             version = version_of_images(entry)
             with suppress(UnknownError):
-                return version, facts_of(self.readable(entry), memory, reads=self._reads)
+                facts = facts_of(self.readable(entry), memory, reads=self._reads)
+                return version, self._with_measurement(facts)
             return version, None
 
-        with ThreadPoolExecutor(WORKERS, "scan", yield_to_others) as pool, memory.saved():
+        measurements = self._measuring.saved() if self._measuring else nullcontext()
+        with ThreadPoolExecutor(WORKERS, "scan", yield_to_others) as pool, memory.saved(), measurements:
             for begin in range(0, len(self.entries), AT_ONCE):
                 chunk = self.entries[begin : begin + AT_ONCE]
                 for entry, (version, facts) in zip(chunk, pool.map(look, chunk), strict=True):
@@ -215,6 +222,12 @@ class Scan:
                         self._seen(entry, version, facts)
                     self._advance(1)
         return found
+
+    def _with_measurement(self, facts: Facts) -> Facts:
+        if self._measuring is None or facts.target is None or facts.is_broken:
+            return facts
+        images = [(each.image, each.size) for each in (facts.target, *facts.controls)]
+        return replaced(facts, measured=self._measuring.measure(images))
 
     def _findings(self, facts: Sequence[Facts]) -> Findings:
         of_target: dict[str, list[int]] = defaultdict(list)
@@ -375,11 +388,6 @@ def _of_prompts(entries: Sequence[Entry]) -> dict[str, Sequence[int]]:
         "long_prompt": rows(lambda prompt: len(prompt.encode("utf-8", "replace")) > LONG_PROMPT),
         "short_prompt": rows(lambda prompt: 0 < len(prompt.encode("utf-8", "replace")) < SHORT_PROMPT),
     }
-
-
-def titled_groups(findings: Findings, name: str) -> Iterator[Sequence[int]]:
-    """The rows of a finding, together where they belong together."""
-    yield from findings.groups.get(name) or ([row] for row in findings.flags.get(name, ()))
 
 
 def areas(value: Any) -> Iterable[int]:

@@ -34,6 +34,7 @@ const page = {
   selected: new Set(),
   drafts: new Map(),
   labels: {},
+  advice: {},
   groups: [],
   isEditable: false,
   whyNot: null,
@@ -110,7 +111,7 @@ async function look() {
   if (source !== page.source) return;
   const old = summary, wasEditable = page.isEditable;
   summary = fresh;
-  Object.assign(page, { labels: fresh.labels, groups: fresh.groups, isEditable: fresh.editable, whyNot: fresh.not_editable });
+  Object.assign(page, { labels: fresh.labels, advice: fresh.advice, groups: fresh.groups, isEditable: fresh.editable, whyNot: fresh.not_editable });
   if (old && old.order !== fresh.order) { page.selected.clear(); showSelection(); list.renew(); }
   else if (!old || old.revision !== fresh.revision || old.listed !== fresh.listed || old.editable !== fresh.editable) {
     if (fresh.state === "listing" && old) list.resize(view.filter === "all" && !view.search ? fresh.listed : list.total);
@@ -217,6 +218,7 @@ function showTask(check, scan) {
       check.state === "running" ? stopButton("/api/data/check/stop") : null));
     if (check.message) parts.push(element("pre", { class: "log", tabindex: "0", "aria-label": "what the check says" }, check.message));
     if (check.line && (check.state !== "done" || check.message)) parts.push(commandLine(check.line));
+    if (check.state === "done" && check.measured.targets) parts.push(measuredLine(check));
   }
   if (scan) {
     const left = scan.total ? `${scan.done.toLocaleString("en")} of ${scan.total.toLocaleString("en")}` : "";
@@ -226,10 +228,9 @@ function showTask(check, scan) {
       element("span", { class: scan.state === "failed" ? "problem" : "muted" },
         { running: `${scan.what}: ${left}`, done: found.length ? "found:" : "no duplicates or outliers", stopped: "stopped before the end", failed: scan.error }[scan.state]),
       scan.state === "running" ? stopButton("/api/data/scan/stop") : null,
-      ...scan.state === "done" ? found.map(([name, count]) => element("button", { type: "button", class: "quiet", title: page.labels[name], onclick: () => filterBy(name) },
-        `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`)) : []));
+      ...scan.state === "done" ? found.map(findingButton) : []));
   }
-  const key = JSON.stringify([check && [check.state, check.message, check.summary, check.unseen, check.done], scan && [scan.state, scan.what]]);
+  const key = JSON.stringify([check && [check.state, check.message, check.summary, check.unseen, check.done, check.found], scan && [scan.state, scan.what]]);
   const place = byId("task");
   place.hidden = !parts.length;
   if (place.key === key && scan?.state === "running") {  // only the numbers move
@@ -241,10 +242,27 @@ function showTask(check, scan) {
   }
 }
 
+const findingButton = ([name, count]) => element("button", {
+  type: "button", class: "quiet", title: page.labels[name], onclick: () => filterBy(name),
+}, `${name.replaceAll("_", " ")} ${count.toLocaleString("en")}`);
+
+// What was measured of the images: it may hurt a LoRA, and stops no build.
+function measuredLine({ found, measured: { measured, targets, pairs } }) {
+  const rows = Object.entries(found).filter(([, count]) => count), hurts = rows.some(([name]) => name !== "not_measured");
+  const counts = `${plural(measured, "target")} measured, ${plural(pairs, "control")} compared`;
+  const text = !measured ? "images not measured: check again" :
+    hurts ? `${counts}; this may hurt a LoRA, and stops no build:` : `${counts}: none scaled up or misaligned`;
+  return element("div", { class: "task-line", "aria-label": "measured", role: "group" },
+    element("span", { class: "muted" }, text), ...measured || targets ? rows.map(findingButton) : []);
+}
+
+// The number of rows of each finding of the scan and of the check.
+const foundRows = () => ({ ...summary.scan?.found, ...summary.check?.found });
+
 function showFilters() {
-  const select = byId("filter"), { counts, labels, scan } = summary;
-  const option = (name) => [name, `${labels[name]} (${(counts[name] ?? scan?.found[name] ?? 0).toLocaleString("en")})`];
-  const found = Object.entries(scan?.found ?? {}).filter(([, count]) => count).map(([name]) => name);
+  const select = byId("filter"), { counts, labels, scan } = summary, rows = foundRows();
+  const option = (name) => [name, `${labels[name]} (${(counts[name] ?? rows[name] ?? 0).toLocaleString("en")})`];
+  const found = Object.entries(rows).filter(([, count]) => count).map(([name]) => name);
   const wanted = [["all", summary.state === "ready" ? `all rows (${summary.listed.toLocaleString("en")})` : "all rows"], ...BASIC.map(option), ...found.map(option)];
   if (view.filter !== "all" && !wanted.some(([name]) => name === view.filter)) wanted.push([view.filter, labels[view.filter] ?? view.filter]);
   const known = [...select.options].map((each) => each.value);
@@ -264,7 +282,7 @@ function filterBy(filter) {
   view.filter = filter;
   renew();
   showFilters();
-  compare(summary.groups.includes(filter) || (filter in (summary.scan?.found ?? {})));
+  compare(summary.groups.includes(filter) || (filter in foundRows()));
 }
 
 function renew() {

@@ -118,10 +118,28 @@ export class RowEditor {
     if (!this.page.isEditable && this.page.whyNot) {
       notes.push(element("p", { class: "note" }, `${this.page.whyNot.what}. → ${this.page.whyNot.do}`));
     }
-    for (const finding of value.findings) notes.push(element("p", { class: "note" }, `Found: ${this.page.labels[finding] ?? finding}.`));
-    const json = JSON.stringify(notes.map((note) => note.textContent));
+    const measured = value.measured.map((each) => each.finding);
+    for (const finding of value.findings.filter((each) => !measured.includes(each))) {
+      notes.push(element("p", { class: "note" }, `Found: ${this.page.labels[finding] ?? finding}.`));
+    }
+    for (const each of value.measured) notes.push(this.measuredNote(value, each));
+    const json = JSON.stringify([...notes.map((note) => note.textContent), ...value.measured]);
     if (this.notes.json !== json) this.notes.replaceChildren(...notes);
     this.notes.json = json;
+  }
+
+  // A finding in the images, with the overlay of a control on its target.
+  measuredNote(value, { what, do: advice, overlay }) {
+    const note = element("div", { class: "note" },
+      element("p", {}, `Found: ${what}. It stops no build.`), element("p", {}, `→ ${advice}`));
+    if (!overlay) return note;
+    const alt = `${roleName(overlay.role)} in red on the target in cyan, with arrows from the target to the control`;
+    const address = imageAddress(this.page.source, value.row, overlay.role, "overlay", overlay.v);
+    const img = showImage(element("img", { alt }), address);
+    note.append(element("figure", { class: "on-target" }, img,
+      element("figcaption", { class: "about" },
+        "Target in cyan, control in red, grey where they agree; the arrows are longer than the shift.")));
+    return note;
   }
 
   // ---- prompts -------------------------------------------------------------------------------------------------------

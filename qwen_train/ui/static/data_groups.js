@@ -43,7 +43,8 @@ export class GroupView {
     this.total = total;
     for (const group of groups) this.list.append(this.group(group));
     const isGrouped = this.page.groups.includes(finding);
-    this.title.textContent = `${isGrouped ? plural(total, "group") : plural(total, "row")}: ${this.page.labels[finding]}`;
+    const advice = this.page.advice[finding] ? ` → ${this.page.advice[finding]}` : "";
+    this.title.textContent = `${isGrouped ? plural(total, "group") : plural(total, "row")}: ${this.page.labels[finding]}${advice}`;
     this.more.hidden = this.shown >= total;
   }
 
@@ -57,10 +58,11 @@ export class GroupView {
   card(first) {
     const { page } = this, showsAll = !this.page.groups.includes(this.finding);
     const images = element("div", { class: "pair" }), name = element("p", { class: "name" }), prompt = element("p", { class: "prompt" });
+    const notes = element("p", { class: "measured", hidden: true });
     const state = element("span", { class: "tag", hidden: true }, "left out");
     const open = element("button", { type: "button" }, "Open"), leave = element("button", { type: "button" });
     const card = element("figure", { class: "card" }, images,
-      element("figcaption", {}, name, prompt, element("div", { class: "row" }, open, leave, state)));
+      element("figcaption", {}, name, notes, prompt, element("div", { class: "row" }, open, leave, state)));
     open.addEventListener("click", () => page.openRow(card.value));
     leave.addEventListener("click", () => act(leave, () => page.leaveOut([card.value.row], !card.value.left_out)));
     card.fill = (value) => {
@@ -73,23 +75,33 @@ export class GroupView {
       leave.setAttribute("aria-label", `${leave.textContent} ${value.name}`);
       open.setAttribute("aria-label", `Open ${value.name}`);
       leave.hidden = !page.isEditable;
-      const shown = value.images.filter((image) => showsAll || image.role === "target");
+      const measured = value.measured.filter((note) => note.finding === this.finding);
+      notes.textContent = measured.map((note) => note.what).join("; ");
+      notes.hidden = !measured.length;
+      const overlays = measured.map((note) => note.overlay).filter(Boolean);
+      const shown = [
+        ...value.images.filter(({ role }) => showsAll || role === "target").map((image) => ({ ...image, label: roleName(image.role) })),
+        ...overlays.map((each) => ({ ...each, size: "overlay", label: `${roleName(each.role)} on target` })),
+      ];
+      card.classList.toggle("with-overlay", overlays.length > 0);
       const key = JSON.stringify(shown);
       if (images.key !== key) {
         card.conceal();
         images.key = key;
         images.replaceChildren(...shown.map((image) => {
           const img = thumbnail();
-          img.alt = `${roleName(image.role)} of ${value.name}`;
+          img.alt = `${image.label} of ${value.name}`;
           img.image = image;
-          return element("div", {}, img, showsAll ? element("span", { class: "about" }, roleName(image.role)) : null);
+          return element("div", {}, img, showsAll ? element("span", { class: "about" }, image.label) : null);
         }));
         if (card.isNear) card.reveal();
       }
     };
     card.reveal = () => {
       card.isNear = true;
-      for (const img of images.querySelectorAll("img")) want(img, imageAddress(page.source, card.value.row, img.image.role, "thumbnail", img.image.v));
+      for (const img of images.querySelectorAll("img")) {
+        want(img, imageAddress(page.source, card.value.row, img.image.role, img.image.size ?? "thumbnail", img.image.v));
+      }
     };
     card.conceal = () => {
       card.isNear = false;
