@@ -128,6 +128,9 @@ class ModelError(QwenCacheError):
 class ConfigError(QwenCacheError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
+    others: tuple[ConfigError, ...] = ()
+    """What else is wrong in the same settings: a command says the first fault, a form marks each."""
+
 
 class DeviceError(QwenCacheError):
     """A device does not exist on this machine, or has too little memory."""

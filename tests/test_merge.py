@@ -89,6 +89,24 @@ def test_of_one_key_the_first_cache_wins_and_the_target_before_all(
     assert not one & two
 
 
+def test_a_measured_sample_is_preferred_to_one_that_is_not(
+    whole: Path, pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that an older version has encoded; among measured samples the first cache wins."""
+    older, newer, out = (tmp_path / name for name in ("older", "newer", "out"))
+    monkeypatch.setattr("qwen_cache.encode.lanes.measure", lambda *_, **__: None)
+    assert build(pairs, older, tiny_model("edit-plus"), *SHARDS).code == 0
+    assert {sample.row.meta.measured for sample in open_cache(older)} == {None}
+    assert merge(newer, whole, "--select", "c[ah]*").code == 0
+    assert merge(out, older, newer).code == 0
+    assert run("qwen-cache", "verify", out).code == 0
+    measured = {sample.name: sample.row.meta.measured for sample in open_cache(out)}
+    assert measured == {sample.name: None for sample in open_cache(older)} | {
+        sample.name: sample.row.meta.measured for sample in open_cache(newer)
+    }
+    assert None not in {measured[sample.name] for sample in open_cache(newer)}
+
+
 def shards_of(folder: Path) -> set[str]:
     return {path.name for path in folder.glob("*.tar")}
 

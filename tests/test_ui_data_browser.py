@@ -16,10 +16,13 @@ from PIL import Image
 from qwen_cache.sources.detect import read_content
 
 from .support.browser import chromium, new_page
+from .support.paths import load_tool
 from .support.ui import enter, served
 from .support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
+
+alignment: Any = load_tool("bench_alignment")
 
 ROWS = 100_000
 HOSTILE = "<img src=x onerror=\"document.title='broken'\"> <b>bold</b> & {{7*7}}"
@@ -210,13 +213,28 @@ def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None
     assert area.input_value() == HOSTILE + " and <i>more</i>"
     assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"  # saved when the row was left
     assert page.evaluate("document.activeElement.id") == "prompt-0"
+    asked: list[str] = []
+    answers = iter((False, True))
+    page.on("dialog", lambda each: (asked.append(each.message), each.accept() if next(answers) else each.dismiss()))
+    page.keyboard.type(" never")
+    page.keyboard.press("Escape")  # not discarded
+    assert area.input_value().endswith(" never")
+    page.keyboard.press("Escape")  # discarded
+    page.wait_for_selector("#editor", state="hidden")
+    assert asked == ["Discard what you typed in this row? It is not saved."] * 2
+    assert page.locator("#unsaved").text_content() == ""
+    page.keyboard.press("e")
+    page.wait_for_selector("#editor h2 >> text=Row 2: b")
+    assert area.input_value() == HOSTILE + " and <i>more</i>"
+    assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"
     page.keyboard.type("!")
     page.keyboard.press("Control+Enter")
     page.wait_for_selector("#editor >> text=/^saved$/")
     page.get_by_role("button", name="Undo", exact=True).click()
     wait_until(lambda: file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>")
-    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")  # with nothing to discard
     page.wait_for_selector("#editor", state="hidden")
+    assert len(asked) == 2
     assert page.evaluate("document.activeElement.id") == "rows"
     assert page.locator("#unsaved").text_content() == ""
 
@@ -376,6 +394,66 @@ def test_duplicates_side_by_side(browser: Any, project: Path, address: str) -> N
     page.wait_for_selector(".card >> text=Put back")
     assert "h" not in {row.name for row in read_content(project / "data", needs_control=True).rows}
     assert page.errors == []
+
+
+def test_a_misaligned_control_is_shown_on_its_target(browser: Any, project: Path, address: str) -> None:
+    """From Check to the row, without a model."""
+    for name, fault in (("g", "shift 16"), ("h", "aligned")):
+        target, control = alignment.planted("coffee.png", (256, 256), fault)
+        target.save(project / f"data/target_images/{name}.png")
+        control.save(project / f"data/control_images/{name}.png")
+    page = opened(browser, address)
+    page.get_by_role("button", name="Check", exact=True).click()
+    line = page.get_by_role("group", name="measured")
+    line.get_by_role("button", name="enlarged target 8").wait_for()
+    line.get_by_role("button", name="misaligned control 1").click()
+    page.wait_for_selector(".card.with-overlay img[data-state=there] >> nth=2")
+    assert page.locator(".card .name").all_text_contents() == ["7: g"]
+    assert "px left, compared with its target" in page.locator(".card .measured").inner_text()
+    assert page.locator("#about .problem").inner_text() == "1 row with problems", "c has no prompt"
+    page.get_by_role("button", name="Open g").click()
+    page.wait_for_selector(".on-target img")
+    wait_until(lambda: page.locator(".on-target img").evaluate("img => img.naturalWidth") == 512)
+    assert "It stops no build." in page.locator("#editor .notes").inner_text()
+    assert page.errors == []
+
+
+def test_files_and_folders_are_dropped(browser: Any, tmp_path: Path) -> None:
+    """A folder as the system drops it, files as a page does, and a text, which is refused in words."""
+    write_image(tmp_path / "from/photographs/a.png", 1)
+    (tmp_path / "from/photographs/a.txt").write_text("make it a")
+    (tmp_path / "from/photographs/notes.pdf").write_bytes(b"%PDF")
+    write_image(tmp_path / "from/b.png", 2)
+    (tmp_path / "project").mkdir()
+    with served(tmp_path / "project") as address:
+        page = new_page(browser)
+        enter(page, address)
+        box = page.locator("#drop").bounding_box()
+        session = page.context.new_cdp_session(page)
+        files = [str(tmp_path / "from/photographs"), str(tmp_path / "from/b.png")]
+        for kind in ("dragEnter", "dragOver", "drop"):
+            data = {"items": [], "files": files, "dragOperationsMask": 1}
+            place = {"x": box["x"] + 20, "y": box["y"] + 20}
+            session.send("Input.dispatchDragEvent", {"type": kind, **place, "data": data})
+            assert page.locator("#drop.over").count() == (kind != "drop")
+        page.locator("#chosen-files", has_text="2 targets, 1 prompt").wait_for()
+        assert "1 file left out: no image, prompt or table" in page.locator("#chosen-files").inner_text()
+
+        made = page.evaluate_handle("""() => {
+            const made = new DataTransfer();
+            made.items.add(new File(["make it b"], "b.txt"));
+            return made;
+        }""")
+        page.dispatch_event("#drop", "drop", {"dataTransfer": made})
+        page.locator("#chosen-files", has_text="2 targets, 2 prompts").wait_for()
+        made = page.evaluate_handle("() => { const m = new DataTransfer(); m.setData('text/plain', 'x'); return m; }")
+        page.dispatch_event("#drop", "drop", {"dataTransfer": made})
+        page.locator("#errors", has_text="what was dropped is no file").wait_for()
+        page.fill("#new-name", "made")
+        page.click("#create-source")
+        page.wait_for_selector(FILLED)
+        rows = read_content(tmp_path / "project/made", needs_control=False).rows
+        assert sorted(row.prompt for row in rows) == ["make it a", "make it b"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

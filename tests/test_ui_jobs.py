@@ -14,15 +14,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from qwen_cache.errors import ConfigError, JobError, OutdatedError
-from qwen_cache.service.http import RefusedError, answer
+from qwen_cache.service.http import RefusedError, answer, as_json
 from qwen_cache.storage.files import locked
+from qwen_train.ui.app import errors_json
 from qwen_train.ui.gpus import Gpus
 from qwen_train.ui.job import (
     ENDED,
@@ -39,7 +40,7 @@ from qwen_train.ui.job import (
     read_job,
     write_json,
 )
-from qwen_train.ui.jobs import Checks, Queue, job_routes, to_start
+from qwen_train.ui.jobs import Checks, Device, Found, KnownDevices, Queue, job_routes, to_start
 
 from .support.browser import chromium, new_page
 from .support.ui import enter, served
@@ -635,7 +636,9 @@ def test_a_newer_check_ends_the_older_one_of_its_key(folder: Path, starts: dict[
 @pytest.fixture
 def client(queue: Queue) -> TestClient:
     app = FastAPI()
-    app.include_router(job_routes(queue))
+    here = SimpleNamespace(get=lambda: Found((Device("cuda:0", "GPU"), Device("cpu", "CPU"))))
+    app.include_router(job_routes(queue, cast(KnownDevices, here)))
+    app.add_exception_handler(ConfigError, lambda _, error: as_json(errors_json(error), 422))  # type: ignore[arg-type]
     app.add_exception_handler(RefusedError, lambda _, error: answer(error))  # type: ignore[arg-type]
     return TestClient(app)
 
@@ -698,8 +701,38 @@ def test_a_job_is_exported_and_imported_and_waits_for_its_user(client: TestClien
     ]  # fmt: skip
     for change in wrong:
         assert client.post("/api/jobs/import", json=file | change).status_code == 422, change
+    told = client.post("/api/jobs/import", json=file | {"devices": 7, "processes": 0, "arguments": ["x", 5]}).json()
+    assert {each["where"] for each in (told, *told["others"])} == {"devices", "processes", "arguments[1]"}
+    assert told["error"] == "in the file of a job: not a valid value"
+    assert client.post("/api/jobs/import", json=["build"]).json()["error"].startswith("in the file of a job")
     secret = add(queue, "say", "s3://key:word@host/x", "")
     assert client.get(f"/api/jobs/{secret}/export").status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("devices", "arguments", "variables", "lacking"),
+    [
+        (["cuda:1"], [], {}, ["cuda:1"]),
+        ([], ["--vae-device=cuda:0", "--set", 'validation.vae_device="cuda:7"'], {}, ["cuda:7"]),
+        (["cuda:0"], ["--set", 'validation.vae_device="cuda:1"'], {"CUDA_VISIBLE_DEVICES": "0,3"}, ["cuda:3"]),
+        (["cuda:0", "cpu", "auto", "server:0"], ["--text-device", "cuda"], {}, []),
+        (["mps"], [], {}, ["mps"]),
+    ],
+)
+def test_an_imported_job_for_a_device_that_is_not_here_is_refused_by_name(
+    client: TestClient, devices: list[str], arguments: list[str], variables: dict[str, str], lacking: list[str]
+) -> None:
+    file = {"qwen_cache_job": 1, "title": "Build", "kind": "build", "program": "qwen-cache", "devices": devices}
+    file |= {"arguments": ["say", *arguments], "environment": variables}
+    id = client.post("/api/jobs/import", json=file).json()["id"]
+    client.post("/api/queue/pause")
+    answer = client.post(f"/api/jobs/{id}/run")
+    held = [each["id"] for each in client.get("/api/jobs").json()["held"]]
+    if not lacking:
+        assert (answer.status_code, held) == (200, [])
+        return
+    assert (answer.status_code, held) == (409, [id])
+    assert f"this machine has no {' and no '.join(lacking)} (found cuda:0, cpu)" in answer.json()["error"]
 
 
 def test_times_that_none_had_are_not_shown(queue: Queue, folder: Path) -> None:

@@ -216,6 +216,29 @@ def test_a_run_without_cache_or_model_is_not_queued(
     assert own.get("/api/jobs").json()["jobs"] == []
 
 
+def test_all_that_is_wrong_is_told_at_once(own: TestClient, project: Path) -> None:
+    """Each at its setting: settings, the folder of the run, the cache, and more blocks than the model has."""
+    (project / "tiny/transformer").mkdir()
+    config: dict[str, Any] = {"_class_name": "QwenImageTransformer2DModel", "num_layers": 2, "in_channels": 64}
+    config |= {"num_attention_heads": 2, "attention_head_dim": 32, "axes_dims_rope": [4, 14, 14], "out_channels": 16}
+    config |= {"patch_size": 2, "joint_attention_dim": 64}
+    (project / "tiny/transformer/config.json").write_text(json.dumps(config), encoding="utf-8")
+    changes = {"train.max_steps": 0, "train.lora.rank": "many", "optimizer.learning_rate": -1, "train.output_dir": "."}
+    changes |= {"cache.path": "nothere", "model.path": "tiny", "train.offload_blocks": 40}
+    for path in ("command", "start", "plan"):
+        answer = own.post(f"/api/train/{path}", json={"changes": changes, "devices": ["cpu"]})
+        told = answer.json()
+        found = {each["where"]: each["expected"] for each in (told, *told["others"])}
+        assert answer.status_code == 422
+        assert found.keys() == changes.keys() - {"model.path"}
+        assert found["train.offload_blocks"] == "at most 2"
+    fits = {"model.path": "tiny", "train.offload_blocks": 2}
+    assert "offload_blocks=2" in command(own, **{key.replace(".", "__"): value for key, value in fits.items()})["line"]
+    form = {"format": "v7", "cache": "/etc", "vae_device": "no one", "changes": {"data.on_error": "halt"}}
+    problems = own.post("/api/build/command", json=form).json()["problems"]
+    assert [each["key"] for each in problems] == ["cache.path", "cache.vae_device", "data.on_error", "cache.format"]
+
+
 def test_a_run_may_wait_for_the_build_of_its_cache(own: TestClient, project: Path) -> None:
     (project / "data").mkdir()
     build = own.post("/api/build/start", json={"model": "tiny", "cache": "new"}).json()
@@ -587,6 +610,7 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
     write_lines(project / "out", *lines)
     write_run(project / "two", "train: {max_steps: 9, seed: 7}\nvalidation: {vae_device: cuda:1}\n", steps=5)
     write_image(project / "two", "step-5", prompt="red")
+    write_image(project / "out", "target")
     with served(project) as address, chromium() as browser:
         page = new_page(browser)
         enter(page, address)
@@ -615,6 +639,12 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         page.locator("#differences tbody tr").wait_for()
         assert page.locator("#differences tbody").inner_text().split() == ["train.seed", "(not", "set)", "7"]
         assert page.locator(".by-step tbody tr").count() == 2
+        columns = ["Run", "Target", "before training", "step 5"]
+        assert page.locator(".by-step th[scope=col]").all_inner_texts() == columns
+        assert page.locator(".by-step tbody tr").nth(1).locator("td").all_inner_texts()[0] == "–", "it has no target"
+        page.get_by_role("button", name="out, target").press("Enter")
+        assert page.locator("#enlarged-title").inner_text() == "red: out, target"
+        page.keyboard.press("Escape")
         page.get_by_role("button", name="two, as logged", exact=True).press("Enter")
         page.locator(".chart.large [aria-pressed=false]").wait_for()
         page.locator("#compare-part summary").press("Enter")

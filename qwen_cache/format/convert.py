@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow.compute as pc
 
 from qwen_cache.errors import ConfigError
@@ -19,6 +20,7 @@ from qwen_cache.format.cache import Cache, Sample, open_recipes
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.index import SEED, IndexRow
 from qwen_cache.format.manifest import Manifest
+from qwen_cache.format.measured import MEASURED
 from qwen_cache.format.remote import build_name, copy_shard, read_parts
 from qwen_cache.format.rows import IntArray, KeyedRows, first_of_each, listed, shard_numbers
 from qwen_cache.format.sample import TENSORS, SampleMeta, shared_rows
@@ -123,8 +125,9 @@ def converted(sample: Sample, format_version: int) -> tuple[SampleMeta, dict[str
 # Merge: a new cache from the samples of several caches, or from some samples of one.
 #
 # Shards whose samples are all selected are linked, not copied; within object storage, the store copies them. A sample
-# in several caches is taken from the first one: under the same key, processors give different last digits. Every copied
-# sample is checked. Caches of different format versions are refused, and different recipes of one name.
+# in several caches is taken from the first one whose images were measured, else from the first one: under the same key,
+# processors give different last digits. What the target has stays as it is. Every copied sample is checked. Caches of
+# different format versions are refused, and different recipes of one name.
 
 COPIES = 8  # shards copied within a store at a time; no byte of them passes this machine
 
@@ -216,9 +219,12 @@ def plan_merge(given: Sources, target: Location) -> Merge:
                 where=cache.folder,
                 do="merge them into different folders: a training run reads one recipe",
             )
-    # Samples that an earlier cache or `existing` has are not taken.
+    # Samples that `existing`, or a cache that is preferred, has are not taken.
     every = [existing.rows, *(rows for _, rows in given.selected)]
-    is_first = first_of_each(np.concatenate([rows.words for rows in every]))
+    ranks = [np.zeros(len(existing.rows)), *(2.0 - _is_measured(rows) for _, rows in given.selected)]
+    preferred = np.argsort(np.concatenate(ranks), kind="stable")
+    is_first = np.empty(len(preferred), bool)
+    is_first[preferred] = first_of_each(np.concatenate([rows.words for rows in every])[preferred])
     _, *of_cache = np.split(is_first, np.cumsum([len(rows) for rows in every])[:-1])
     selected = zip(given.selected, of_cache, strict=True)
     taken = [(cache, rows.at(rows.positions[new])) for (cache, rows), new in selected]
@@ -227,6 +233,13 @@ def plan_merge(given: Sources, target: Location) -> Merge:
     encoders = {vae: encoder for cache in caches for vae, encoder in cache.manifest.vae_encoders.items()}
     update = replace(plan_update(target, existing, max(versions), rows, order), vae_encoders=encoders)
     return Merge(update, recipes, taken)
+
+
+def _is_measured(rows: KeyedRows) -> npt.NDArray[np.bool_]:
+    """`[N]`: which samples have a measurement."""
+    if MEASURED not in rows.table.column_names:
+        return np.zeros(len(rows), bool)
+    return np.asarray(rows.column(MEASURED).is_valid(), bool)
 
 
 def merge(

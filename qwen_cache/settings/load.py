@@ -352,7 +352,9 @@ def _validate(value: Mapping[str, Any], origins: _Origins) -> Config:
         unknown = [each for each in faults if each["type"] == UNKNOWN]  # a misspelt name is missing, too
         if len(unknown) > 1:
             raise _unknown(unknown, origins) from None
-        raise _error_of((unknown or faults)[0], origins) from None
+        first, *others = (_error_of(each, origins) for each in unknown or faults)
+        first.others = tuple(others)
+        raise first from None
 
 
 def _unknown(faults: Sequence[ErrorDetails], origins: _Origins) -> ConfigError:

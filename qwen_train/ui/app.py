@@ -40,7 +40,7 @@ from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_f
 from qwen_train.ui.build import routes_of as build_routes
 from qwen_train.ui.data import routes_of as data_routes
 from qwen_train.ui.generate import routes_of as generate_routes
-from qwen_train.ui.jobs import Checks, Queue, device_routes, job_routes
+from qwen_train.ui.jobs import Checks, KnownDevices, Queue, device_routes, job_routes
 from qwen_train.ui.train import routes_of as train_routes
 from qwen_train.ui.workspace import Workspace, return_large_blocks
 from qwen_train.ui.workspace import routes_of as settings_routes
@@ -228,11 +228,12 @@ LOG = logging.getLogger("qwen_train.ui")
 def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, token_once: str = "") -> FastAPI:
     """The application for an opened folder, whose queue is entered elsewhere."""
     app = FastAPI(title="qwen-cache ui", docs_url=None, redoc_url=None, openapi_url=None)
+    known = KnownDevices(checks)
     for part in (
         pages_of(workspace),
         settings_routes(workspace),
-        job_routes(queue),
-        device_routes(checks),
+        job_routes(queue, known),
+        device_routes(known),
         data_routes(workspace, queue, checks),
         build_routes(workspace, queue, checks),
         train_routes(workspace, queue, checks),
@@ -244,9 +245,7 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, tok
 
     @app.exception_handler(QwenCacheError)
     async def problem(_: Any, error: Any) -> Response:
-        parts = {"error": error.what, "where": error.where, "expected": error.expected, "found": error.found}
-        shown = {name: None if value is None else str(value) for name, value in parts.items()}
-        return as_json(shown | {"do": error.do or ""}, 409 if isinstance(error, OutdatedError) else 422)
+        return as_json(errors_json(error), 409 if isinstance(error, OutdatedError) else 422)
 
     @app.exception_handler(OSError)
     async def system(_: Any, error: Any) -> Response:
@@ -259,6 +258,18 @@ def make_app(workspace: Workspace, queue: Queue, checks: Checks, token: str, tok
         return answer(RefusedError(500, f"an error of this program: {type(error).__name__}", "see its terminal"))
 
     return app
+
+
+def errors_json(error: QwenCacheError) -> dict[str, Any]:
+    """An error as the pages show it, with the others of the same settings."""
+    others = error.others if isinstance(error, ConfigError) else ()
+    return _error_json(error) | {"others": list(map(_error_json, others))}
+
+
+def _error_json(error: QwenCacheError) -> dict[str, str | None]:
+    parts = {"error": error.what, "where": error.where, "expected": error.expected, "found": error.found}
+    shown = {name: None if value is None else str(value) for name, value in parts.items()}
+    return shown | {"do": error.do or ""}
 
 
 # ---- run -------------------------------------------------------------------------------------------------------------

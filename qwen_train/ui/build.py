@@ -136,15 +136,16 @@ class Build:
 def checked(workspace: Workspace, form: Form) -> tuple[Build | None, list[Problem]]:
     """The command of a form; None where there are problems."""
     problems = list(_problems(workspace, form))
-    if problems:
-        return None, problems
     given: dict[str, Any] = form.fields()
     if form.reuse is not None:
         given |= {"cache.reuse": [name.strip() for name in form.reuse if name.strip()]}
     try:
         settings = workspace.settings(form.changes | given)
     except ConfigError as error:
-        return None, [_problem(error)]
+        known = {each.key for each in problems}
+        problems += [each for each in map(_problem, (error, *error.others)) if each.key not in known]
+    if problems:
+        return None, problems
     at = form.at.strip()
     problems = list(_known_failures(workspace, settings, form))
     if problems:

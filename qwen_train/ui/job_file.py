@@ -12,11 +12,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic_core import ErrorDetails
 
 from qwen_cache.errors import ConfigError, JobError
 from qwen_cache.storage.remote import is_remote, location
-from qwen_cache.text import escaped
+from qwen_cache.text import escaped, expected_value
 from qwen_train.ui.job import VARIABLES, Command, Job, Program
 
 SECRET = re.compile(
@@ -30,6 +31,8 @@ PATH_OPTIONS = ("--", "--out", "--model", "--lora", "--image", "--config", "--tr
 """Options whose values are paths; the first stands for the beginning of the line."""
 PATH_ENDINGS = (".path", "_dir", ".source", ".cache", ".local_copies")
 """Ends of the names of settings that are paths."""
+ACCELERATOR = re.compile(r"(?:cuda|mps|npu|xpu)(?::\d{1,3})?", re.ASCII)
+"""Devices that a machine may lack."""
 Text = Annotated[str, Field(max_length=100_000)]
 Short = Annotated[str, Field(max_length=200)]
 
@@ -59,6 +62,40 @@ class JobFile(BaseModel, extra="forbid", strict=True):
     @property
     def command(self) -> Command:
         return Command(self.program, tuple(self.arguments), self.environment, self.processes)
+
+
+def read_job_file(value: Any) -> JobFile:
+    """The content of a file that a user has chosen; ConfigError for the first of its faults, with the others."""
+    try:
+        return JobFile.model_validate(value)
+    except ValidationError as error:
+        checks = [_fault(each) for each in error.errors()]
+        checks[0].others = tuple(checks[1:])
+        raise checks[0] from None
+
+
+def _fault(fault: ErrorDetails) -> ConfigError:
+    first, *inner = fault["loc"] or ("",)
+    place = escaped(str(first)) + "".join(f"[{each!r}]" for each in inner)
+    expected, found, do = expected_value(fault), fault["input"], "export the job again, or correct the file"
+    if fault["type"] == "extra_forbidden":
+        return ConfigError("a file of a job has no such entry", where=place, do=do)
+    if fault["type"] == "missing":
+        return ConfigError(
+            "this is no file of a job: an entry is missing", where=place, do="choose one that Export saved"
+        )
+    what = "not a valid value" if expected else fault["msg"].removeprefix("Value error, ")
+    shown = ascii(found)
+    return ConfigError(f"in the file of a job: {what}", where=place, expected=expected,
+                       found=shown if len(shown) <= 100 else f"{shown[:99]}…", do=do)  # fmt: skip
+
+
+def devices_named(job: Job) -> list[str]:
+    """The accelerators that a job is for: those of its place in the queue, and in its command."""
+    visible = job.command.environment.get("CUDA_VISIBLE_DEVICES", "")
+    numbers = [f"cuda:{each.strip()}" for each in visible.split(",") if each.strip().isdecimal()]
+    texts = [] if numbers else [part for each in job.command.arguments for part in re.split(r'[=,"\s]', each)]
+    return [each for each in dict.fromkeys([*job.devices, *numbers, *texts]) if ACCELERATOR.fullmatch(each)]
 
 
 def file_of(job: Job) -> dict[str, Any]:

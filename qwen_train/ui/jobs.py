@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from threading import Event, Lock, Semaphore, Thread
 from types import TracebackType
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Body
 from pydantic import BaseModel
 
 from qwen_cache.errors import JobError, OutdatedError
@@ -49,7 +49,7 @@ from qwen_train.ui.job import (
     signed,
     write_json,
 )
-from qwen_train.ui.job_file import JobFile, file_of, paths_of
+from qwen_train.ui.job_file import devices_named, file_of, paths_of, read_job_file
 
 # ---- jobs ------------------------------------------------------------------------------------------------------------
 # Commands as jobs: processes that outlive the UI, a queue over the devices of this machine, and short checks.
@@ -511,8 +511,8 @@ class Stop(BaseModel, extra="forbid"):
     seen: State = "stopping"
 
 
-def job_routes(queue: Queue) -> APIRouter:
-    """The routes for a queue that is entered elsewhere."""
+def job_routes(queue: Queue, known: KnownDevices) -> APIRouter:
+    """The routes for a queue that is entered elsewhere, on a machine with the devices that are `known`."""
     router, gpus = router_of(prefix="/api"), Gpus()
 
     @router.get("/jobs")
@@ -527,8 +527,9 @@ def job_routes(queue: Queue) -> APIRouter:
         }
 
     @router.post("/jobs/import")
-    def imported(file: JobFile) -> dict[str, Any]:
+    def imported(content: Annotated[Any, Body()]) -> dict[str, Any]:
         """A job from the file of another one, which is held."""
+        file = read_job_file(content)
         return queue.hold(file.title, file.kind, file.command, file.devices, file.about).to_json()
 
     @router.get("/jobs/{id}/export")
@@ -539,7 +540,11 @@ def job_routes(queue: Queue) -> APIRouter:
 
     @router.post("/jobs/{id}/run")
     def run(id: str) -> dict[str, Any]:
+        """A held job, queued; JobError if this machine lacks a device of it."""
         with refusals():
+            job = queue.get(id)
+            if named := devices_named(job):
+                check_devices(job, named, known.get())
             return queue.run(id).to_json()
 
     @router.get("/jobs/{id}")
@@ -681,23 +686,44 @@ def found(checked: Checked) -> Found:
     return Found(here, f"{lacking[0]['name']}: {lacking[0]['found']}", lacking[0]["do"] or "")
 
 
-def device_routes(checks: Checks) -> APIRouter:
-    router, lock, kept = router_of(), Lock(), list[Found]()
+class KnownDevices:
+    """The devices of this machine, from the last look; thread-safe."""
 
-    def answer(*, again: bool) -> dict[str, Any]:
-        with lock:
-            if again or not kept:
-                kept[:] = [look(checks)]
-            return asdict(kept[0])
+    def __init__(self, checks: Checks) -> None:
+        self._checks, self._lock = checks, Lock()
+        self._found: Found | None = None
+
+    def get(self, *, again: bool = False) -> Found:
+        """Those of the last look, or of a new one."""
+        with self._lock:
+            if again or self._found is None:
+                self._found = look(self._checks)
+            return self._found
+
+
+def check_devices(job: Job, named: Sequence[str], found: Found) -> None:
+    """JobError if this machine has not all of the devices that a job is for, by name."""
+    here = {each.name for each in found.devices}
+    here |= {name.partition(":")[0] for name in here}
+    if lacking := [each for each in named if each not in here]:
+        names = ", ".join(each.name for each in found.devices)
+        why = f"; {found.problem}" if found.problem else ""
+        do = "start it again from its page, with a device that is here, and remove this one"
+        what = f"this machine has no {' and no '.join(lacking)}"
+        raise JobError(what, where=job.title, found=f"{names}{why}", do=do)
+
+
+def device_routes(known: KnownDevices) -> APIRouter:
+    router = router_of()
 
     @router.get("/api/devices")
-    def known() -> dict[str, Any]:
+    def found_once() -> dict[str, Any]:
         """The devices, found once."""
-        return answer(again=False)
+        return asdict(known.get())
 
     @router.post("/api/devices/again")
     def again() -> dict[str, Any]:
         """The devices and their free memory as they are now."""
-        return answer(again=True)
+        return asdict(known.get(again=True))
 
     return router

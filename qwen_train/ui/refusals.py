@@ -15,13 +15,15 @@ from qwen_cache.errors import ConfigError, ModelError, QwenCacheError
 from qwen_cache.format.directory import no_manifest
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.family import PIPELINES, Pipeline
-from qwen_cache.models.folder import check_name, find_here, open_model
+from qwen_cache.models.folder import check_name, find_here, open_model, read_config
 from qwen_cache.models.recorded import recorded_model
+from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.load import Config
 from qwen_cache.sources.detect import check_exists
 from qwen_cache.storage.remote import Location, is_remote, location
+from qwen_train.model.combinations import check_offload
 from qwen_train.ui.job import Job
-from qwen_train.ui.workspace import Workspace
+from qwen_train.ui.workspace import Changes, Workspace
 
 MODEL = "model.path"
 NAME_A_MODEL = (
@@ -38,6 +40,42 @@ def told_at(key: str, found: object = None, kind: type[QwenCacheError] = QwenCac
     except kind as error:
         found = error.found or found or error.where
         raise ConfigError(error.what, where=key, expected=error.expected, found=found, do=error.do) from None
+
+
+class Together:
+    """Checks that do not depend on one another: the first ConfigError is raised at the end, with the `others`."""
+
+    def __init__(self) -> None:
+        self.found: list[ConfigError] = []
+
+    @contextmanager
+    def one(self) -> Iterator[None]:
+        """A check, whose ConfigError ends the block alone; a path that is refused is told if nothing else is wrong."""
+        try:
+            yield
+        except RefusedError:
+            if not self.found:
+                raise
+        except ConfigError as error:
+            self.found += [error, *error.others]
+
+    def end(self) -> None:
+        """ConfigError if a check has found one."""
+        if self.found:
+            first, *others = self.found
+            first.others = tuple(others)
+            raise first
+
+
+def settings_of(workspace: Workspace, changes: Changes, checks: Together) -> Config:
+    """The settings with these changes; with those alone that are right if some are wrong, which `checks` notes.
+
+    ConfigError if they are wrong without the changes.
+    """
+    with checks.one():
+        return workspace.settings(changes)
+    wrong = {str(each.where) for each in checks.found}
+    return workspace.settings({key: value for key, value in changes.items() if key not in wrong})
 
 
 def check_source(workspace: Workspace, name: str) -> None:
@@ -84,23 +122,45 @@ def pipeline_of(workspace: Workspace, name: str | None) -> Pipeline | None:
     return next((each for each in PIPELINES.values() if name in each.models), None)
 
 
-def check_model_of(workspace: Workspace, name: str | None, folders: Sequence[Path | None]) -> None:
-    """ConfigError unless a model is named, or recorded in one of these folders; None is one that is not known yet."""
-    if name is not None:
-        pipeline_of(workspace, name)
-    elif None not in folders:
-        recorded = [path for folder in folders if folder and (path := recorded_model(folder).get("path"))]
-        pipeline_of(workspace, recorded[0] if recorded else None)
+def check_model_of(workspace: Workspace, name: str | None, folders: Sequence[Path | None]) -> str | None:
+    """The model that is named, or recorded in one of these folders; None is one that is not known yet.
+
+    ConfigError if there is none.
+    """
+    if name is None and None in folders:
+        return None
+    recorded = (path for folder in folders if folder and (path := recorded_model(folder).get("path")))
+    model = name if name is not None else next(recorded, None)
+    pipeline_of(workspace, model)
+    return model
 
 
 def check_training(workspace: Workspace, config: Config, jobs: Sequence[Job]) -> None:
-    """ConfigError for a run without its caches or without a model."""
-    listed = config.train.caches
+    """ConfigError for a run without its caches, without a model, or that offloads what its model does not have."""
+    listed, checks = config.train.caches, Together()
     named = [("train.caches", each.path) for each in listed] if listed else [("cache.path", config.cache.path)]
     folders: list[Path | None] = [None]
     if not config.train.follow:  # which waits for them
-        folders = [check_cache(workspace, name, key, jobs) for key, name in named]
-    check_model_of(workspace, config.model.path, folders)
+        with checks.one():
+            folders = [check_cache(workspace, name, key, jobs) for key, name in named]
+    with checks.one():
+        model = check_model_of(workspace, config.model.path, folders)
+        check_offloading(workspace, config, model)
+    checks.end()
+
+
+def check_offloading(workspace: Workspace, config: Config, model: str | None) -> None:
+    """ConfigError if more blocks are offloaded than the model has, as far as its transformer is on this machine."""
+    if not (config.train.offload_blocks and model):
+        return
+    folder = workspace.folder / model
+    found = find_here(str(folder) if folder.is_dir() else model, ())
+    file = found / "transformer" / "config.json" if found else None
+    if file and file.is_file():
+        with told_at(MODEL):
+            transformer = read_config(file)
+        with told_at("train.offload_blocks"):
+            check_offload(config, transformer)
 
 
 def is_model_here(workspace: Workspace, name: Any) -> bool:

@@ -31,7 +31,7 @@ from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
 from qwen_train.ui.presets import presets
-from qwen_train.ui.refusals import check_training, pipeline_of
+from qwen_train.ui.refusals import Together, check_training, pipeline_of, settings_of
 from qwen_train.ui.runs import run_at
 from qwen_train.ui.workspace import STATE, Changes, Workspace, given, options_of, written_page
 
@@ -91,14 +91,24 @@ class Prepared:
 
 def new_run(workspace: Workspace, form: Form, jobs: Sequence[Job]) -> Prepared:
     """The command of a new run behind these jobs; ConfigError names the setting at fault, RefusedError a path."""
-    config = workspace.settings(form.changes)
-    check_paths(workspace, config)
-    check_training(workspace, config, jobs)
+    config = _checked(workspace, form.changes, jobs)
     decoder = config.validation.vae_device
     environment, changes, devices, processes = on_devices(form.devices, form.changes, decoder, form.has_gpus)
     arguments = ["run", *_cache(changes), *_options(changes, COMMANDS["run"])]
     command = Command("qwen-train", tuple(arguments), environment, processes)
     return Prepared(command, devices, config.train.output_dir)
+
+
+def _checked(workspace: Workspace, changes: Changes, jobs: Sequence[Job]) -> Config:
+    """The settings of a new run; ConfigError for the first of all that is wrong with them, with the others."""
+    checks = Together()
+    config = settings_of(workspace, changes, checks)
+    with checks.one():
+        check_paths(workspace, config)
+    with checks.one():
+        check_training(workspace, config, jobs)
+    checks.end()
+    return config
 
 
 def resumed(workspace: Workspace, asked: Continued, jobs: Sequence[Job]) -> Prepared:
@@ -172,9 +182,7 @@ def _of_machine(device: str | None, earlier: Job | None) -> str | None:
 
 def planned(workspace: Workspace, form: Form) -> Command:
     """The command that predicts the memory of such a run."""
-    config = workspace.settings(form.changes)
-    check_paths(workspace, config)
-    check_training(workspace, config, ())
+    _checked(workspace, form.changes, ())
     changes = {key: value for key, value in form.changes.items() if key != "train.output_dir"}
     size = ["--gpu-memory", f"{form.gpu_memory}B"] if form.gpu_memory else []
     return Command("qwen-train", ("plan", *_cache(changes), *_options(changes, COMMANDS["plan"]), *size, "--json"))

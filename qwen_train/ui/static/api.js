@@ -6,6 +6,7 @@ export class ApiError extends Error {
   constructor(status, answer) {
     super(answer.error ?? `the program answered ${status}`);
     Object.assign(this, { status, where: answer.where, expected: answer.expected, found: answer.found, do: answer.do });
+    this.others = (answer.others ?? []).map((each) => new ApiError(status, each)); // of the same form
   }
 
   // The message with what the error says besides, on lines of its own.

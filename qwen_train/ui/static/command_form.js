@@ -76,8 +76,8 @@ async function answerTo(path, body) {
     return await post(path, body);
   } catch (error) {
     if (!error.status || error.status >= 500) throw error;
-    const { where: key = "", message: what, expected, found, do: remedy } = error;
-    return { line: "", problems: [{ key, what, expected, found, do: remedy }] };
+    const problem = ({ where, message: what, expected, found, do: remedy }) => ({ key: where ?? "", what, expected, found, do: remedy });
+    return { line: "", problems: [error, ...error.others].map(problem) };
   }
 }
 

@@ -1,5 +1,5 @@
-// A row in a dialog: its images side by side, its prompts and its mask. Text is saved when the row is left. Where that
-// fails it is kept in `page.drafts` by the row's name, until it is saved or taken back.
+// A row in a dialog: its images side by side, its prompts and its mask. Text is saved when the row is left, but by
+// Escape, which discards it. Where saving fails it is kept in `page.drafts` by the row's name, until it is saved or taken back.
 
 import { act, announce, ask, element, get, post, showImage, upload } from "./api.js";
 import { OldVersions, changeFiles, renameButtons, turnButtons } from "./data_files.js";
@@ -14,7 +14,7 @@ export class RowEditor {
     this.title = element("h2", { id: "editor-title", tabindex: "-1" });
     this.before = button("← Previous", "Alt+↑", () => this.step(-1));
     this.after = button("Next →", "Alt+↓", () => this.step(1));
-    this.end = button("Close", "Escape", () => this.close());
+    this.end = button("Close", "saves what you typed; Escape does not", () => this.close());
     this.shots = element("div", { class: "shots" });
     this.side = element("div", { class: "side" });
     this.body = element("div", { class: "editor-body" }, this.shots, this.side);
@@ -33,7 +33,7 @@ export class RowEditor {
       element("header", {}, this.title, element("div", { class: "row" }, this.before, this.after, this.end)),
       this.messages, this.body, this.painting);
     dialog.addEventListener("keydown", (event) => this.keyed(event));
-    dialog.addEventListener("cancel", (event) => { event.preventDefault(); this.close(); });
+    dialog.addEventListener("cancel", (event) => { event.preventDefault(); this.cancel(); });
     dialog.addEventListener("close", () => { this.value = null; this.shots.replaceChildren(); page.list.place.focus({ preventScroll: true }); });
   }
 
@@ -182,6 +182,8 @@ export class RowEditor {
       update();
     };
     Object.defineProperty(made, "isConflict", { get: () => theirs.childElementCount > 0 });
+    Object.defineProperty(made, "isChanged", { get: () => area.value !== made.base });
+    made.discard = () => { area.value = made.base; theirs.replaceChildren(); update(); };
     made.focus = () => { area.focus(); area.setSelectionRange(area.value.length, area.value.length); };
     // True if nothing is left to save. One at a time: a second one, as the row is left, needs the version after the first.
     made.save = async () => {
@@ -384,7 +386,21 @@ export class RowEditor {
     else if (await this.saved() || confirm("The prompt could not be saved. Close anyway? This page keeps the text.")) this.dialog.close();
   }
 
+  // Close without saving, by Escape: what was typed is discarded if the user says so.
+  cancel() {
+    if (this.painter) { this.closePainter(); return; }
+    const typed = this.fields.filter((field) => field.isChanged);
+    if (typed.length && !confirm("Discard what you typed in this row? It is not saved.")) return;
+    for (const field of typed) field.discard();
+    this.dialog.close();
+  }
+
   keyed(event) {
+    if (event.key === "Escape" && !event.isComposing) { // before the browser, which asks only once and then closes
+      event.preventDefault();
+      this.cancel();
+      return;
+    }
     if (this.painter) return;
     const isField = event.target.closest("textarea, input, select");
     const by = { ArrowDown: 1, ArrowUp: -1, ArrowRight: 1, ArrowLeft: -1 }[event.key];

@@ -1,7 +1,7 @@
 // A new folder from files that are dropped or chosen. The program checks them all before the first one is sent, and the
 // folder is there when the last one has come.
 
-import { act, announce, at, bytes, element, plural, post, setText, upload } from "./api.js";
+import { act, ApiError, announce, at, bytes, element, plural, post, setText, upload } from "./api.js";
 
 const IMAGE = /\.(png|jpe?g|jpe|jfif|webp|bmp|tiff?|avif|gif|hei[cf]|hif|jxl|apng|p[pgbn]m)$/i;
 const OTHER = /\.(txt|csv|tsv|jsonl|json)$/i;
@@ -19,8 +19,11 @@ export function startUploads(open) {
   place.addEventListener("drop", (event) => {
     event.preventDefault();
     place.classList.remove("over");
-    const entries = [...event.dataTransfer.items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
-    act(null, async () => add((await Promise.all(entries.map((entry) => below(entry)))).flat()));
+    const items = [...event.dataTransfer.items].filter(({ kind }) => kind === "file"), found = items.map(dropped);
+    act(null, async () => {
+      if (!found.length) throw new ApiError(0, { error: "what was dropped is no file", do: "drop files or a folder of this machine" });
+      add((await Promise.all(found)).flat());
+    });
   });
   for (const id of ["choose-files", "choose-folder"]) {
     at(id).addEventListener("change", (event) => {
@@ -38,7 +41,13 @@ export function startUploads(open) {
   show();
 }
 
-// The files of an entry that was dropped, with their paths in its folder.
+// The files of an item that was dropped: those below a folder, or the file itself. An item is there during the event alone.
+function dropped(item) {
+  const entry = item.webkitGetAsEntry?.(), file = item.getAsFile();
+  return entry ? below(entry) : Promise.resolve([{ path: file.name, file }]);
+}
+
+// The files of an entry, with their paths in its folder.
 async function below(entry, start = "") {
   const path = start + entry.name;
   if (entry.isFile) return [{ path, file: await new Promise((done, failed) => entry.file(done, failed)) }];

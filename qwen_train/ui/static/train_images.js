@@ -102,25 +102,35 @@ export class Images {
     return element("button", { type: "button" }, small);
   }
 
-  // Rows are runs, columns steps; of several guidance scales each has a row.
+  // The button of an image in a table; it opens its row at `j`.
+  cell(used, row, j, scale) {
+    const { folder, image, caption } = row[j], key = `${folder} ${image.path} ${image.version} cell`;
+    used.add(key);
+    if (!this.nodes.has(key)) this.nodes.set(key, this.button(folder, image, `${caption}${scale}`));
+    const button = this.nodes.get(key);
+    button.onclick = () => this.enlarge(row, j);
+    return element("td", {}, button);
+  }
+
+  // Rows are runs, columns the target, if any run has it, and steps; of several guidance scales each has a row.
   table(used, name, of) {
     const steps = [...new Set(of.flatMap(({ sample }) => sample.steps.map(({ step }) => step)))].sort((a, b) => a - b), first = of[0].sample;
+    const columns = [...of.some(({ sample }) => sample.target.length) ? [TARGET] : [], ...steps];
     const rows = of.flatMap(({ folder, sample }) => Array.from({ length: Math.max(1, ...sample.steps.map(({ images }) => images.length)) }, (_, i) => {
-      const row = sample.steps.filter(({ images }) => images[i]).map(({ step, images }) => ({ step, image: images[i], caption: `${folder}, ${words(step)}`, folder, sample }));
+      const row = [
+        ...(i ? [] : sample.target.slice(0, 1)).map((image) => ({ step: TARGET, image, caption: `${folder}, target` })),
+        ...sample.steps.filter(({ images }) => images[i])
+          .map(({ step, images }) => ({ step, image: images[i], caption: `${folder}, ${words(step)}` })),
+      ].map((each) => ({ ...each, folder, sample }));
       const scale = sample.scales[i] === undefined ? "" : `, true_cfg_scale ${sample.scales[i]}`;
-      return element("tr", {}, element("th", { scope: "row" }, folder + scale), ...steps.map((step) => {
-        const j = row.findIndex((each) => each.step === step);
-        if (j < 0) return element("td", { class: "muted" }, "–");
-        const key = `${folder} ${row[j].image.path} ${row[j].image.version} cell`;
-        used.add(key);
-        if (!this.nodes.has(key)) this.nodes.set(key, this.button(folder, row[j].image, `${row[j].caption}${scale}`));
-        this.nodes.get(key).onclick = () => this.enlarge(row, j);
-        return element("td", {}, this.nodes.get(key));
+      return element("tr", {}, element("th", { scope: "row" }, folder + scale), ...columns.map((column) => {
+        const j = row.findIndex((each) => each.step === column);
+        return j < 0 ? element("td", { class: "muted" }, "–") : this.cell(used, row, j, column === TARGET ? "" : scale);
       }));
     }));
     return element("section", { class: "sample" }, element("h4", {}, first.prompt || first.name), element("p", { class: "muted" }, first.name),
       element("div", { class: "by-step", tabindex: "0", role: "region", "aria-label": `Images of ${first.name} by run and step`, "data-scroll": name }, element("table", {},
-        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Run"), ...steps.map((step) => element("th", { scope: "col" }, words(step))))),
+        element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "Run"), ...columns.map((column) => element("th", { scope: "col" }, words(column))))),
         element("tbody", {}, ...rows))));
   }
 
@@ -135,7 +145,7 @@ export class Images {
   }
 }
 
-
-const words = (step) => step ? `step ${step.toLocaleString("en")}` : "before training";
+const TARGET = "target"; // in place of a step
+const words = (step) => step === TARGET ? "Target" : step ? `step ${step.toLocaleString("en")}` : "before training";
 
 const address = (folder, { path, version }, size) => `/api/train/image?${new URLSearchParams({ folder, path, version, ...(size ? { size } : {}) })}`;
