@@ -107,7 +107,7 @@ class QwenCacheError(Exception):
 
     def _fault(self, shown: Callable[[object], str]) -> str:
         pairs = (("expected", self.expected), ("found", self.found))
-        sides = ", ".join(f"{name} {shown(value)}" for name, value in pairs if value is not None)
+        sides = ", ".join(f"{name} {shown(value) or 'nothing'}" for name, value in pairs if value is not None)
         what = shown(one_line(self.what))
         return f"{what} ({sides})" if sides else what
 
@@ -129,7 +129,7 @@ class ConfigError(QwenCacheError):
     """A setting is unknown, of the wrong type, or contradicts another."""
 
     others: tuple[ConfigError, ...] = ()
-    """What else is wrong in the same settings: a command says the first fault, a form marks each."""
+    """The other faults of the same settings: a command says the first one, a form marks each."""
 
 
 class DeviceError(QwenCacheError):

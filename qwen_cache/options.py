@@ -9,6 +9,7 @@ import io
 import logging
 import os
 import platform
+import re
 import sys
 import time
 import traceback
@@ -39,6 +40,7 @@ from qwen_cache.terminal import (
     results,
     set_verbosity,
 )
+from qwen_cache.text import INPUT as EXPECTED_INPUT
 
 # ---- options ---------------------------------------------------------------------------------------------------------
 # Declaring commands and their options, for both programs: what `--help` shows, and which setting an option overrides.
@@ -266,6 +268,15 @@ class Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
         return [_without_types(each) for each in super().get_params(ctx)]
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        typed = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if (refusal := None if ctx.resilient_parsing else usage_error(error, ctx, typed)) is None:
+                raise
+            raise refusal from None
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         commands = cast(Commands, self.commands)
         if args and args[0] not in commands and not args[0].startswith("-") and not ctx.resilient_parsing:
@@ -296,19 +307,13 @@ class Command(TyperCommand):
         for name in (each.partition("=")[0] for each in args):
             if name in self.renamed and not ctx.resilient_parsing:
                 raise ConfigError(f"{name} is called {self.renamed[name]} now")
+        typed = [*args]  # click empties it
         try:
             return super().parse_args(ctx, args)
-        except Exception as error:  # a usage error of click; typer has its own copy of click
-            option, nearest = getattr(error, "option_name", None), getattr(error, "possibilities", ())
-            if option is None or not hasattr(error, "possibilities") or ctx.resilient_parsing:
-                with suppress(AttributeError):
-                    error.message = str(error.message).removeprefix("Value error, ")  # type: ignore[attr-defined]
+        except Exception as error:
+            if (refusal := None if ctx.resilient_parsing else usage_error(error, ctx, typed, self._meant)) is None:
                 raise
-            names = {each.lstrip("-"): each for each in nearest or ()}  # the dashes make --gpu similar to --out
-            near = difflib.get_close_matches(option.lstrip("-"), names, n=1)
-            meant = self._meant(option) or (names[near[0]] if near else None)
-            do = f"did you mean {meant}?" if meant else f"`{ctx.command_path} --help` lists the options"
-            raise ConfigError(f"{ctx.command_path} has no such option", found=option, do=do) from None
+            raise refusal from None
 
     def _meant(self, name: str) -> str | None:
         """The option, or the setting, that another name stands for; None if it is unknown."""
@@ -376,6 +381,74 @@ def _without_types(parameter: Any) -> Any:
     elif parameter.metavar is None:
         parameter.metavar = choices
     return parameter
+
+
+# ---- usage -----------------------------------------------------------------------------------------------------------
+# What click refuses of a command line, in the words of this project. typer has its own copy of click: its errors are
+# told apart by their attributes.
+
+EXTRA, NO_VALUE = re.compile(r"Got unexpected extra argument\S* \((.*)\)", re.DOTALL), "requires an argument"
+NOT_A_CHOICE = re.compile(r"'(.*)' is not one of (.*)\.", re.DOTALL)
+HELP = "IsHelpError"
+"""The end of the name of click's error that shows the help."""
+
+
+def usage_error(
+    error: Exception, ctx: Any, typed: Sequence[str], meant: Callable[[str], str | None] = lambda _: None
+) -> ConfigError | None:
+    """The error for a usage error of click; None for any other.
+
+    `typed` are the arguments of the command of `ctx`; `meant` gives what another name of an option stands for.
+    """
+    if not hasattr(error, "ctx") or not hasattr(error, "format_message") or type(error).__name__.endswith(HELP):
+        return None
+    path, message = ctx.command_path, str(getattr(error, "message", None) or error.format_message())
+    see = f"`{path} --help`"
+    option, parameter = str(getattr(error, "option_name", "")), getattr(error, "param", None)
+    if hasattr(error, "possibilities"):
+        nearest = {each.lstrip("-"): each for each in error.possibilities or ()}  # dashes make --gpu similar to --out
+        near = difflib.get_close_matches(option.lstrip("-"), nearest, n=1)
+        other = meant(option) or (nearest[near[0]] if near else None)
+        do = f"did you mean {other}?" if other else f"{see} lists the options"
+        return ConfigError(f"{path} has no such option", found=option, do=do)
+    if option and NO_VALUE in message:
+        return ConfigError(f"{option} needs a value", where=path, do=f"write it behind {option}; {see} says what it is")
+    if parameter is not None and hasattr(error, "param_type"):
+        choices = ", ".join(map(str, parameter.type_descriptor.choices or ())) or None
+        return ConfigError(f"{path} needs {_named(parameter)}", expected=choices, do=f"give it; {see} says what it is")
+    if parameter is not None:
+        return _wrong_value(message.removeprefix("Value error, "), parameter, typed, see)
+    if extra := EXTRA.fullmatch(message):
+        arguments = " ".join(_named(each) for each in ctx.command.params if each.param_type_name == "argument")
+        takes = f"{arguments} and options" if arguments else "options alone"
+        do = f"leave it out, or put quotes around what has spaces; {see} lists the options"
+        return ConfigError(f"{path} takes {takes}", found=extra[1], do=do)
+    message = re.sub(r"^Option '(.*?)'", r"\1", message.rstrip("."))
+    return ConfigError(message, where=path, do=f"{see} lists the options")
+
+
+def _named(parameter: Any) -> str:
+    """The name of an option, or of an argument as the help shows it."""
+    return str(parameter.opts[-1] if parameter.param_type_name == "option" else parameter.metavar or parameter.name)
+
+
+def _wrong_value(message: str, parameter: Any, typed: Sequence[str], see: str) -> ConfigError:
+    """The error for a value that a parameter does not take; of an option the value is found among what was `typed`."""
+    name, what, expected, found = _named(parameter), "not a valid value", None, None
+    for option, following in zip(typed, [*typed[1:], None], strict=True):
+        given, has_value, value = option.partition("=")
+        if given in parameter.opts:
+            found = value if has_value else following
+    do = f"{see} says what it is"
+    if choice := NOT_A_CHOICE.fullmatch(message):
+        found, expected = choice[1], choice[2].replace("'", "")
+        near = difflib.get_close_matches(found, expected.split(", "), n=1)
+        do = f"did you mean {near[0]}?" if near else do
+    elif message.startswith(EXPECTED_INPUT):
+        expected = message.removeprefix(EXPECTED_INPUT).partition(", unable to parse")[0]
+    else:
+        what = message.rstrip(".")
+    return ConfigError(what, where=name, expected=expected, found=found, do=do)
 
 
 # ---- command line ----------------------------------------------------------------------------------------------------

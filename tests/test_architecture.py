@@ -108,6 +108,7 @@ CUDA_ALONE = {
     "qwen_cache/cli/doctor.py": "the driver's reason for refusing a device",
     "qwen_cache/encode/cluster.py": "Ray's GPUs, by the name that torch gives those of NVIDIA and AMD",
     "qwen_train/ui/train.py": "CUDA_VISIBLE_DEVICES, which AMD's runtime reads too",
+    "qwen_train/ui/job_file.py": "the numbers in CUDA_VISIBLE_DEVICES",
     "qwen_train/model/kernels.py": "torch's variable-length flash attention, cuDNN's, and FlashAttention-3",
     "qwen_train/memory/prediction.py": "an accelerator, whichever",
     "qwen_train/memory/exhausted.py": "a setting of CUDA's allocator",

@@ -344,6 +344,16 @@ def test_export_and_push_take_the_step(scored: Path, tmp_path: Path) -> None:
             run("qwen-train", "push", scored, "me/cats", "--step", step, *base),
             f"--step names no checkpoint of the run (expected best, 1, 2, 3, found {step[:20]}",
         )
+    export = ("--to", "peft", "--out", tmp_path / "none")
+    refused(
+        run("qwen-train", "export", scored, "--step", "", *export),
+        "--step names no checkpoint of the run (expected best, 1, 2, 3, found nothing)\n  → name one of these",
+    )
+    refused(
+        run("qwen-train", "export", scored / "checkpoint-3" / LORA, "--step", "3", *export),
+        "--step chooses among the checkpoints of a run, and this is a file",
+        "name the output folder of the run in place of the file",
+    )
     for file in (scored / "validation" / "losses").iterdir():
         file.write_text(json.dumps({"0": [1.0] * 4}), encoding="utf-8")
     refused(

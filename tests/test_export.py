@@ -601,7 +601,7 @@ def test_what_is_no_lora_is_refused(model: Path, tmp_path: Path) -> None:
 def test_wrong_options_are_refused(model: Path, tmp_path: Path) -> None:
     file, _ = random_lora(model, tmp_path / "run")
     message = refused(file, "--to", "kohya", "--out", tmp_path / "x.safetensors")
-    assert "'--to': 'kohya' is not one of 'diffusers', 'comfyui', 'peft', 'merged'" in message
+    assert "--to: not a valid value (expected diffusers, comfyui, peft, merged, found kohya)" in message
     assert "a LoRA is one file (expected a name that ends in .safetensors" in refused(
         file, "--to", "comfyui", "--out", tmp_path / "folder"
     )

@@ -20,7 +20,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.settings.load import load_config
 from qwen_train.cli import COMMANDS as TRAIN_COMMANDS
 
-from .support.commands import run
+from .support.commands import refused, run
 from .support.paths import ROOT
 
 PROGRAMS = {"qwen-cache": CACHE_COMMANDS, "qwen-train": TRAIN_COMMANDS}
@@ -136,6 +136,46 @@ def test_what_is_typed_in_other_words_is_answered_by_what_it_means(typed: str, m
     what = f"{program} {command} has no such option (found {option})"
     what = what if option else f"{program} has no such command (found {command})"
     assert (result.code, result.stderr) == (2, f"error: {what}\n  → {meant}\n")
+
+
+LEFT = "leave it out, or put quotes around what has spaces; `qwen-cache verify --help` lists the options"
+
+
+@pytest.mark.parametrize(
+    ("typed", "what", "do"),
+    [
+        ("qwen-cache verify a b c", "qwen-cache verify takes CACHE and options (found b c)", LEFT),
+        ("qwen-cache doctor a", "qwen-cache doctor takes options alone (found a)", "doctor --help` lists"),
+        (
+            "qwen-train export out",
+            "qwen-train export needs --to (expected diffusers, comfyui, peft, merged)",
+            "give it;",
+        ),
+        ("qwen-train export", "qwen-train export needs LORA", "give it; `qwen-train export --help` says what it is"),
+        (
+            "qwen-train export o --to peff --out x",
+            "--to: not a valid value (expected diffusers, comfyui, peft, merged, found peff)",
+            "did you mean peft?",
+        ),
+        (
+            "qwen-cache gc --grace-hours many",
+            "--grace-hours: not a valid value (expected a valid number, found many)",
+            "",
+        ),
+        ("qwen-cache verify --re-encode=0", "(expected greater than or equal to 1, found 0)", "says what it is"),
+        ("qwen-cache inspect --sample", "qwen-cache inspect: --sample needs a value", "write it behind --sample"),
+        ("qwen-cache verify --json=3", "qwen-cache verify: --json does not take a value", "lists the options"),
+        ("qwen-cache --nope", "qwen-cache has no such option (found --nope)", "`qwen-cache --help` lists the options"),
+        ("qwen-train best hf://a/b", "FOLDER: a run is written and read in a folder of this machine", "found hf://a/b"),
+        ("qwen-train export hf://a/b --to peft --out x", "a LoRA is a file of this machine, not behind", "download it"),
+    ],
+)
+def test_what_cannot_be_a_command_line_is_an_error_of_ours(typed: str, what: str, do: str) -> None:
+    program, *words = typed.split()
+    result = run(program, *words)
+    refused(result, what, do)
+    assert "Usage:" not in result.stderr
+    assert result.stderr.startswith("error: ")
 
 
 @pytest.mark.parametrize("program", ["qwen-cache", "qwen-train"])

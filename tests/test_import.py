@@ -481,7 +481,7 @@ def test_impossible_claims_are_refused(
 def test_a_model_must_be_claimed(made: list[TrainerSample], tmp_path: Path) -> None:
     source = write_musubi(tmp_path / "theirs", made)
     result = run("qwen-cache", "import", "musubi", source, "--out", tmp_path / "out")
-    refused(result, "Missing option", "--model")
+    refused(result, "needs --model")
     imported("musubi", source, tmp_path / "out", "--pipeline", "QwenImageEditPipeline", model="someone/finetune")
     assert open_cache(tmp_path / "out").recipe.recipe["claimed"] == {
         "model": "someone/finetune",

@@ -102,9 +102,48 @@ def test_every_command_ends_with_the_next_one(train: Trainer) -> None:
                 f"  qwen-train {typed} --compare",
                 f"  qwen-train push {train.folder / 'out'} OWNER/NAME",
             ]
+        elif words[0] == "decode":
+            assert ended.stderr.endswith(f"next:\n  qwen-train best {words[1]}\n")
+            assert run("qwen-train", "best", words[1]).code == 0
+        else:
+            assert ended.stderr.endswith(f"next:\n  qwen-train push {words[1]} OWNER/NAME\n")
     merged = run("qwen-train", *commands[1][1:], "--set", "predict.num_inference_steps=2", "--merge").stderr
     assert merged.endswith(f"next:\n  qwen-train push {train.folder / 'out'} OWNER/NAME\n"), "which is not compared"
     assert "next:" not in run("qwen-train", *commands[2][1:], "--json").stderr
+
+
+def test_commands_on_a_cache_end_with_the_next_one(
+    train: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check that finds faults, and a command that prints JSON, end without one."""
+    monkeypatch.chdir(tmp_path)
+    shards = Path(shutil.copytree(train.cache, tmp_path / "mine"))
+
+    def following(program: str, *words: str) -> list[str]:
+        ended = run(program, *words)
+        assert ended.code == 0, ended.stderr
+        assert "next:" not in run(program, *words, "--json").stderr
+        return [line.strip() for line in ended.stderr.partition("next:\n")[2].splitlines()]
+
+    to_train = ["qwen-train plan mine", "qwen-train run mine"]
+    assert following("qwen-cache", "verify", "mine") == to_train
+    page, plan = following("qwen-cache", "inspect", "mine", "--set", "cache.thumbnails=false")
+    assert plan == to_train[0]
+    assert page == "qwen-cache inspect mine --set cache.thumbnails=false --html mine.html"
+    assert following(*page.split()) == [plan]
+    assert Path("mine.html").is_file()
+    following(*plan.split())
+    assert following("qwen-cache", "gc", "mine", "--dry-run") == []
+    (shards / f"{'0' * 32}.tar").write_bytes(b"")
+    assert following("qwen-cache", "gc", "--dry-run", "mine") == ["qwen-cache gc mine"]
+    assert following("qwen-cache", "gc", "mine") == []
+    words = "export mine --to musubi --out theirs --leave-out edit_mask"
+    assert following("qwen-cache", *words.split(), "--dry-run") == [f"qwen-cache {words}"]
+    card = following("qwen-cache", "push", "mine", "me/mine", "--base-model", "Qwen/Qwen-Image-Edit-2509", "--dry-run")
+    assert card == ["qwen-cache push mine me/mine --base-model Qwen/Qwen-Image-Edit-2509"]
+    shard = next(shards.glob("*.tar"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "next:" not in run("qwen-cache", "verify", "mine").stderr
 
 
 @pytest.mark.usefixtures("fast")

@@ -8,7 +8,7 @@ from pathlib import Path
 from qwen_cache.errors import ConfigError
 from qwen_cache.options import CONFIG, JSON, OUTPUT, READ_CACHE, SET, command, flag, option
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, human_bytes, plural, print_json
+from qwen_cache.terminal import console, human_bytes, plural, print_json, print_next, typed_again
 from qwen_cache.text import plain
 
 GRACE_HOURS = 24.0  # longer than the upload of a shard, or of one step of a build
@@ -61,4 +61,6 @@ def gc(
     if spared:
         files, kept = plural(len(spared), "file"), human_bytes(sum(spared.values()))
         out.print(f"{files}, {kept} spared: a running build may need them (--grace-hours {hours:g})")
+    if dry_run and sizes:
+        print_next(typed_again("qwen-cache", without=["--dry-run"]))
     return 0

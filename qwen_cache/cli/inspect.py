@@ -22,7 +22,7 @@ from qwen_cache.options import (
     setting,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, print_json
+from qwen_cache.terminal import console, print_json, print_next, typed_again
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ def inspect(
         terminal.print_survey(surveyed, in_full=html is None)
         if doubtful:
             print_doubtful(doubtful)
+        name = path.rstrip("/").rpartition("/")[2] or "cache"
+        page_of = [] if html else [typed_again("qwen-cache", added=["--html", f"{name}.html"])]
+        print_next(*page_of, ["qwen-train", "plan", path])
     return 0
 
 

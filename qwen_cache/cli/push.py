@@ -9,7 +9,17 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.options import CONFIG, JSON, MODEL, OUTPUT, SET, argument, command, flag, option
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, counting, human_bytes, plural, print_done, print_json, print_text
+from qwen_cache.terminal import (
+    console,
+    counting,
+    human_bytes,
+    plural,
+    print_done,
+    print_json,
+    print_next,
+    print_text,
+    typed_again,
+)
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
@@ -76,9 +86,12 @@ def push(
         print_json(result | sent)
     elif is_preview:
         print_text(shared.published.card)
+        if dry_run and preview is None:
+            print_next(typed_again("qwen-cache", without=["--dry-run"]))
     else:
         console().print(f"{plural(len(sent['sent']), 'file')} sent, {plural(len(sent['removed']), 'file')} removed")
         print_done(sent["commit"])
+        print_next(["qwen-cache", "verify", f"hf://datasets/{name}{f'@{revision}' if revision else ''}"])
     return 0
 
 

@@ -23,7 +23,18 @@ from qwen_cache.options import (
     option,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import FAILED, console, counting, human_bytes, plural, print_json, print_problems, verbatim
+from qwen_cache.terminal import (
+    FAILED,
+    console,
+    counting,
+    human_bytes,
+    plural,
+    print_json,
+    print_next,
+    print_problems,
+    typed_again,
+    verbatim,
+)
 from qwen_cache.text import plain, shell_line
 
 if TYPE_CHECKING:
@@ -238,6 +249,8 @@ def export(
         console().print("[bold red]error:[/] no sample is left that can be exported")
         return FAILED
     if dry_run:
+        if not json:
+            print_next(typed_again("qwen-cache", without=["--dry-run"]))
         return 0
     with counting("writing", total=len(plan.stems)) as on_samples:
         write_export(plan, out, zero_cond_t=zero_cond_t, on_sample=lambda: on_samples(1))

@@ -23,7 +23,7 @@ from qwen_cache.options import (
     setting,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import FAULTS, console, counting, plural, print_json, results, verbatim
+from qwen_cache.terminal import FAULTS, console, counting, plural, print_json, print_next, results, verbatim
 from qwen_cache.text import plain
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ def verify(
         console(always=True).print(str(finding), markup=False)
     summary = plural(len(findings), "fault") if findings else "OK: all checksums match"
     console(always=bool(findings)).print(f"{plain(path)}: {summary}", markup=False)
+    if not findings:
+        print_next(*(["qwen-train", command, path] for command in ("plan", "run")))
     return FAULTS if findings else 0
 
 

@@ -15,11 +15,22 @@ from pydantic import (
     PrivateAttr,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from qwen_cache.errors import ConfigError
 
 # ---- section ---------------------------------------------------------------------------------------------------------
 # The base class of the sections of qwen.yaml, and the types of their values.
+
+
+def _local(value: str) -> str:
+    if re.match("[a-z][a-z0-9+.-]+:/", value):
+        what = (
+            "a run is written and read in a folder of this machine, not behind an address: download what is elsewhere"
+        )
+        raise PydanticCustomError("address", what)
+    return value
+
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -38,6 +49,7 @@ Scales = Annotated[
     Field(min_length=1),
     BeforeValidator(lambda v: v if isinstance(v, list) else [v]),
 ]
+LocalFolder = Annotated[str, AfterValidator(_local)]
 UrlPrefix = Annotated[str, Field(pattern="^[a-z][a-z0-9+.-]*://")]
 Resolutions = Annotated[
     list[tuple[Positive, Positive]],
@@ -375,7 +387,7 @@ class WeightedCache(Section):
 
 
 class TrainConfig(BatchConfig):
-    output_dir: str = "out"
+    output_dir: LocalFolder = "out"
     """The folder for checkpoints and the LoRA."""
     method: Literal["lora", "full"] = "lora"
     """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""

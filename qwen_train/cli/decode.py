@@ -23,7 +23,7 @@ from qwen_cache.options import (
     setting_argument,
 )
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, counting, plural, print_done, print_json
+from qwen_cache.terminal import console, counting, plural, print_done, print_json, print_next, verbatim
 from qwen_cache.text import plain
 
 AWAIT_SECONDS = 2.0
@@ -53,7 +53,8 @@ def decode(
     require("torch")
     from qwen_cache.format.manifest import MANIFEST_NAME
     from qwen_cache.settings.load import load_config
-    from qwen_train.run import in_one_process, latents_files, latents_folder
+    from qwen_train.run import METRICS_NAME, in_one_process, latents_files, latents_folder
+    from qwen_train.training.report import REPORT_NAME
 
     in_one_process("decode")
     path, given, assignments = Path(folder.value) if folder else None, [model, vae], set_ or ()
@@ -72,6 +73,9 @@ def decode(
         print_json({"folder": str(path), "images": [str(each) for each in made]})
         return 0
     print_done(f"{plural(len(made), 'new image')} in {latents_folder(path)}")
+    if (path / METRICS_NAME).is_file():
+        console().print(f"report: {verbatim(path / REPORT_NAME)}", highlight=False)
+        print_next(["qwen-train", "best", str(path)])
     return 0
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from qwen_cache.extras import require
 from qwen_cache.options import CONFIG, JSON, MODEL_PATH, OUTPUT, SET, TRANSFORMER, argument, command, option
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import print_done, print_json
+from qwen_cache.terminal import print_done, print_json, print_next
 from qwen_train.cli.best import STEP, chosen
 
 
@@ -37,17 +37,22 @@ def export(
     """Convert a LoRA for other programs, or merge it into the model's weights."""
     from qwen_cache.settings.load import load_config
     from qwen_train.lora.files import check_export, find_lora
-    from qwen_train.run import in_one_process
+    from qwen_train.run import METRICS_NAME, in_one_process
 
     given = model or transformer or config or set_
     named = load_config(config, set_, [model, transformer]).model if given else None
     require("torch")
     in_one_process("export")
     check_export(to, out)
-    source = chosen(source, step)
-    find_lora(source)
+    lora_of = chosen(source, step)
+    find_lora(lora_of)
     from qwen_train.lora import export as lora
 
-    written = lora.export(source, to, out, named)
-    print_json({"format": to, "out": str(written)}) if json else print_done(written)
+    written = lora.export(lora_of, to, out, named)
+    if json:
+        print_json({"format": to, "out": str(written)})
+        return 0
+    print_done(written)
+    if (source / METRICS_NAME).is_file():
+        print_next(["qwen-train", "push", str(source), "OWNER/NAME", *(["--step", step] if step else [])])
     return 0

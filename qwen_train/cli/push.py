@@ -8,7 +8,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.options import CONFIG, JSON, MODEL, OUTPUT, SET, argument, command, flag, option
 from qwen_cache.settings.given import Given
-from qwen_cache.terminal import console, human_bytes, print_done, print_json, print_text
+from qwen_cache.terminal import console, human_bytes, print_done, print_json, print_next, print_text, typed_again
 from qwen_cache.text import plain
 from qwen_train.cli.best import STEP, chosen
 
@@ -57,4 +57,5 @@ def push(
         print_done(address)
     else:
         print_text(published.card)
+        print_next(typed_again("qwen-train", without=["--dry-run"]))
     return 0

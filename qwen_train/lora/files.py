@@ -128,6 +128,8 @@ def _packed(quantization: str, transformer: Mapping[str, Any]) -> str | None:
 # Find the file of a LoRA, and what its header says, without torch, so that a path without one is refused before
 # anything is loaded.
 
+ADDRESS = re.compile("[a-z][a-z0-9+.-]+:/")
+"""The beginning of an address, of which a path has kept one slash."""
 WEIGHTS_NAME = "pytorch_lora_weights.safetensors"
 """The LoRA in the output folder of a run, by the name that diffusers' pipelines look for."""
 PREFIX = "transformer"
@@ -192,6 +194,9 @@ def _file_at(path: Path) -> Path:
 
 def find_lora(source: Path) -> Path:
     """The LoRA file: `source`, or the one in the folder of a run or of peft; TrainError if there is none."""
+    if ADDRESS.match(str(source)):
+        do = "download it, such as with `hf download`, and name the file"
+        raise TrainError("a LoRA is a file of this machine, not behind an address", where=source, do=do)
     file = _file_at(source)
     if (source / "transformer").is_dir() and not file.is_file():
         do = f"they are in {source / 'transformer'}, as from_pretrained and other programs take them"

@@ -271,6 +271,9 @@ def best_checkpoint(folder: Path) -> Path | None:
 
 def checkpoint_of(folder: Path, step: str) -> Path:
     """The folder of `--step`: a number, or `best`; TrainError or ConfigError if there is none."""
+    if folder.is_file():
+        instead = "name the output folder of the run in place of the file, or leave out --step"
+        raise TrainError("--step chooses among the checkpoints of a run, and this is a file", where=folder, do=instead)
     if not (folder / METRICS_NAME).is_file():
         raise TrainError("no run here", where=folder, expected=METRICS_NAME, do="name the output folder of a run")
     there = {str(number): path for number, path in checkpoints(folder)}
@@ -282,6 +285,6 @@ def checkpoint_of(folder: Path, step: str) -> Path:
             raise TrainError(" ".join(best.reasons), where=f"{folder}: --step {BEST}", do=do)
         return best.checkpoint
     if step not in there:
-        expected = ", ".join([BEST, *there])
-        raise ConfigError("--step names no checkpoint of the run", where=folder, expected=expected, found=step)
+        expected, do = ", ".join([BEST, *there]), "name one of these, or leave out --step for the end of the run"
+        raise ConfigError("--step names no checkpoint of the run", where=folder, expected=expected, found=step, do=do)
     return there[step]

@@ -16,6 +16,8 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic_core import ErrorDetails
 
 from qwen_cache.errors import ConfigError, JobError
+from qwen_cache.models.hardware import NAME as DEVICE_NAME
+from qwen_cache.models.hardware import is_accelerator_name
 from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.text import escaped, expected_value
 from qwen_train.ui.job import VARIABLES, Command, Job, Program
@@ -31,8 +33,6 @@ PATH_OPTIONS = ("--", "--out", "--model", "--lora", "--image", "--config", "--tr
 """Options whose values are paths; the first stands for the beginning of the line."""
 PATH_ENDINGS = (".path", "_dir", ".source", ".cache", ".local_copies")
 """Ends of the names of settings that are paths."""
-ACCELERATOR = re.compile(r"(?:cuda|mps|npu|xpu)(?::\d{1,3})?", re.ASCII)
-"""Devices that a machine may lack."""
 Text = Annotated[str, Field(max_length=100_000)]
 Short = Annotated[str, Field(max_length=200)]
 
@@ -91,11 +91,12 @@ def _fault(fault: ErrorDetails) -> ConfigError:
 
 
 def devices_named(job: Job) -> list[str]:
-    """The accelerators that a job is for: those of its place in the queue, and in its command."""
+    """The accelerators that a job is for: those of its place in the queue, and with a number in its command."""
     visible = job.command.environment.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [f"cuda:{each.strip()}" for each in visible.split(",") if each.strip().isdecimal()]
     texts = [] if numbers else [part for each in job.command.arguments for part in re.split(r'[=,"\s]', each)]
-    return [each for each in dict.fromkeys([*job.devices, *numbers, *texts]) if ACCELERATOR.fullmatch(each)]
+    named = dict.fromkeys([*job.devices, *numbers, *(text for text in texts if ":" in text)])
+    return [each for each in named if DEVICE_NAME.fullmatch(each) and is_accelerator_name(each)]
 
 
 def file_of(job: Job) -> dict[str, Any]:

@@ -694,7 +694,7 @@ class KnownDevices:
         self._found: Found | None = None
 
     def get(self, *, again: bool = False) -> Found:
-        """Those of the last look, or of a new one."""
+        """The devices of the last look, or of a new one."""
         with self._lock:
             if again or self._found is None:
                 self._found = look(self._checks)
