@@ -50,7 +50,7 @@ class MeasuredRow:
     measured: Measured
     original: Size
     size: Size
-    """Of the target as it is trained."""
+    """The size of the target as it is trained."""
     crop: bool
 
     @property
