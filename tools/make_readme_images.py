@@ -66,29 +66,43 @@ def ui_images(page: Any) -> None:
     """Screenshots of the web UI: the photographs, a plan, and two runs side by side."""
     program = Path(sys.executable).parent
     other = ["--out", "slower", "--set", "optimizer.learning_rate=1e-3"]
-    subprocess.run([program / "qwen-train", "run", "shards", *other], cwd=DEMO, check=True)
+    if not (DEMO / "slower" / "report.html").is_file():
+        subprocess.run([program / "qwen-train", "run", "shards", *other], cwd=DEMO, check=True)
     with subprocess.Popen(
         [program / "qwen-cache", "ui", DEMO, "--port", "0", "--no-browser", "--json"], stdout=subprocess.PIPE, text=True
     ) as ui:
-        assert ui.stdout is not None
-        url = json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
-        page.goto(url)
-        page.wait_for_selector("#rows img")
-        page.wait_for_load_state("networkidle")
-        page.screenshot(path=DOCS / "ui-data.jpg", type="jpeg", quality=80)
-        page.goto(f"{url.partition('/#')[0]}/build")
-        page.locator("#cache").fill("other")
-        page.locator("#plan:enabled").click()
-        page.wait_for_selector("#plan-result *", timeout=300_000)
-        page.locator("#plan-title").scroll_into_view_if_needed()
-        page.locator("#plan-place").screenshot(path=DOCS / "ui-build.jpg", type="jpeg", quality=80)
-        page.goto(f"{url.partition('/#')[0]}/train?folder=out&folder=slower")
-        for name in ("out", "slower"):
-            page.locator("#runs tr", has_text=name).get_by_role("checkbox").check()
-        page.wait_for_selector("#images img")
-        page.wait_for_load_state("networkidle")
-        page.locator("#view").screenshot(path=DOCS / "ui-train.jpg", type="jpeg", quality=80)
-        ui.terminate()
+        try:
+            assert ui.stdout is not None
+            url = json.loads("".join(ui.stdout.readline() for _ in range(3)))["url"]
+            take_ui_images(page, url)
+        finally:
+            ui.terminate()
+
+
+def take_ui_images(page: Any, url: str) -> None:
+    """The screenshots of a UI at this address."""
+    page.goto(url)
+    page.wait_for_selector("#rows img")
+    page.wait_for_load_state("networkidle")
+    page.screenshot(path=DOCS / "ui-data.jpg", type="jpeg", quality=80)
+    address = url.partition("/#")[0]
+    page.goto(f"{address}/build")
+    page.wait_for_selector("#command code")
+    page.locator("#cache").fill("other")
+    page.wait_for_selector("#command code >> text=other")
+    page.locator("#plan:enabled").click()
+    page.wait_for_selector("#plan-result .facts-grid", timeout=300_000)
+    page.locator("#plan-title").scroll_into_view_if_needed()
+    page.locator("#plan-place").screenshot(path=DOCS / "ui-build.jpg", type="jpeg", quality=80)
+    page.goto(f"{address}/train")
+    for name in ("out", "slower"):
+        page.locator("#runs tr", has_text=name).get_by_role("checkbox").check()
+    page.locator(".by-step tbody tr").nth(1).locator("img").last.wait_for()
+    for image in page.locator("#images img").all():  # which are loaded when they come into view
+        image.scroll_into_view_if_needed()
+        while not image.evaluate("img => img.complete && img.naturalWidth"):
+            page.wait_for_timeout(100)
+    page.locator("#view").screenshot(path=DOCS / "ui-train.jpg", type="jpeg", quality=80)
 
 
 def predict(out: str, *options: str) -> Image.Image:
