@@ -28,9 +28,9 @@ PHOTOGRAPHS = ("astronaut.png", "chelsea.png", "coffee.png", "china.jpg", "rocke
 def test_a_planted_fault_is_measured_whatever_the_edit_is(fault: str) -> None:
     size, (x, y, scale) = (640, 448), FAULTS[fault]
     for name in PHOTOGRAPHS:
+        target, control = planted(name, size, fault)
         for edit, change in EDITS.items():
-            target, control = planted(name, size, fault)
-            found = measure([change(target), control], [size, size], crop=False).controls[0]
+            found = measure([change(target.copy()), control], [size, size], crop=False).controls[0]
             assert found, (name, edit)
             assert found.shift == pytest.approx((x, y), abs=0.45), (name, edit)
             assert found.zoom == pytest.approx((scale - 1, scale - 1), abs=0.004), (name, edit)

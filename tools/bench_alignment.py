@@ -92,18 +92,18 @@ EDITS: dict[str, Callable[[Image.Image], Image.Image]] = {
 }
 
 
-def is_listed(name: str, fault: str, edit: str) -> bool:
-    """True if the control of a planted pair is listed."""
+def listed(name: str, fault: str) -> list[bool]:
+    """By edit, true if the control of a planted pair is listed."""
     target, control = planted(name, SIZE, fault)
-    (found,) = measure([EDITS[edit](target), control], [SIZE, SIZE], crop=False).controls
-    return found is not None and found.displacement(SIZE) >= MISALIGNED
+    found = [measure([edit(target.copy()), control], [SIZE, SIZE], crop=False).controls[0] for edit in EDITS.values()]
+    return [each is not None and each.displacement(SIZE) >= MISALIGNED for each in found]
 
 
 def main() -> int:
     print(f"of {len(NAMES)} photographs | {' | '.join(EDITS)}")
     print(" | ".join(["---"] * (1 + len(EDITS))))
     for fault in FAULTS:
-        counts = [sum(is_listed(name, fault, edit) for name in NAMES) for edit in EDITS]
+        counts = map(sum, zip(*(listed(name, fault) for name in NAMES), strict=True))
         print(f"{fault} | {' | '.join(map(str, counts))}", flush=True)
     return 0
 

@@ -415,8 +415,10 @@ def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
     return int(live.peak)
 
 
-_LAYOUTS: dict[torch.dtype, dict[Any, tuple[torch.Size, tuple[int, ...], torch.dtype]]] = {}
-"""The layout of the new tensor, by function and arguments, by the default dtype, which is that of some calls."""
+_Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
+_LAYOUTS: dict[torch.dtype, dict[Any, _Layout | list[_Layout | None]]] = {}
+"""The layout of the new tensor, or of each of several, by function and arguments, by the default dtype, which is that of
+some calls."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -439,14 +441,12 @@ class LiveBytes(TorchDispatchMode):
         kwargs = kwargs or {}
         call = function, _without_data(args), _without_data(tuple(kwargs.items()))
         if self.repeats and not types and call in self.layouts:
-            shape, strides, dtype = self.layouts[call]
-            result = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+            known = self.layouts[call]
+            result = tuple(map(_new, known)) if isinstance(known, list) else _new(known)
         else:
             result = function(*args, **kwargs)
-            if not types and isinstance(result, Tensor) and result.is_meta and not result.storage_offset():
-                own, inputs = result.untyped_storage()._cdata, _tensors((*args, *kwargs.values()))
-                if all(tensor.is_meta and tensor.untyped_storage()._cdata != own for tensor in inputs):
-                    self.layouts[call] = result.shape, result.stride(), result.dtype
+            if not types and _are_new(result, (*args, *kwargs.values())):
+                self.layouts[call] = list(map(_layout, result)) if isinstance(result, tuple) else _layout(result)
         for tensor in _tensors(result):
             if tensor.is_meta:
                 self._add(tensor.untyped_storage())
@@ -499,6 +499,29 @@ def course_of(run: Callable[[], object], *known: nn.Module) -> list[int]:
         run()
     after: list[int] = live.after
     return after
+
+
+def _are_new(result: Any, arguments: tuple[Any, ...]) -> bool:
+    """True if a call on "meta" gave a tensor of its own, or several, some of which may be None."""
+    new = list(_tensors(result))
+    others = len(result) - len(new) - result.count(None) if isinstance(result, tuple) else 1 - len(new)
+    if not new or others or not all(tensor.is_meta and not tensor.storage_offset() for tensor in new):
+        return False
+    inputs = list(_tensors(arguments))
+    storages = {tensor.untyped_storage()._cdata for tensor in (*inputs, *new)}
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.is_meta for tensor in inputs) and len(storages) == len(own) + len(new)
+
+
+def _layout(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _new(layout: _Layout | None) -> Tensor | None:
+    if layout is None:
+        return None
+    shape, strides, dtype = layout
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
