@@ -68,6 +68,9 @@ class SingleFrameConv(QwenImageCausalConv3d):  # type: ignore[misc]  # diffusers
         self.bias = nn.Parameter(causal.bias.detach(), requires_grad=False)
         self.padding_2d = (vertical, horizontal)
 
+    def reset_parameters(self) -> None:
+        """No random weights, which would be replaced at once."""
+
     def forward(self, x: torch.Tensor, cache_x: torch.Tensor | None = None) -> torch.Tensor:
         """`[B, C, 1, H, W]` to `[B, C', 1, H', W']`; there is no earlier frame, so nothing is cached."""
         if x.shape[2] != 1 or cache_x is not None:

@@ -80,7 +80,7 @@ def _remembering(base: Any, models: dict[str, Any]) -> Any:
             return load(kind, folder, *rest, **options)
         stats = [(path.name, path.stat()) for path in sorted(Path(folder).iterdir())]
         files = [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-        asked = {name: getattr(value, "to_json_string", value.__repr__)() for name, value in options.items()}
+        asked = {name: value.to_dict() if hasattr(value, "to_dict") else value for name, value in options.items()}
         key = repr((kind, str(folder), rest, asked, files, torch.get_default_dtype(), torch.get_default_device()))
         if key not in models:
             loaded = load(kind, folder, *rest, **options)
