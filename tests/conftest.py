@@ -166,8 +166,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of this session in place of the user's, where digests are remembered."""
-    folder = tmp_path_factory.mktemp("home")
+    """A folder of this run of pytest in place of the user's, where digests and memory are remembered."""
+    folder = for_all_workers(tmp_path_factory) / "home"
+    folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield folder

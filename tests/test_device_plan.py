@@ -40,6 +40,14 @@ VISION = 32 * (4 * 1280**2 + 3 * 1280 * 3420)
 TABLE = 152064 * 3584
 
 
+def with_blocks(count: int) -> str:
+    """The text encoder with this number of blocks in both stacks, whose kinds of attention are all there."""
+    config = json.loads(SEVEN_B)
+    config["text_config"] |= {"num_hidden_layers": count, "layer_types": None}
+    config["vision_config"] |= {"depth": count, "fullatt_block_indexes": [count // 2]}
+    return json.dumps(config)
+
+
 def needed(placement: Placement) -> DeviceMemory:
     """Both encoders of Qwen-Image-Edit on one device, with images of a megapixel."""
     partial = placement != Placement()
@@ -87,21 +95,30 @@ def test_weights_are_those_of_the_published_sizes(kind: Any, per_weight: float) 
     assert offloaded.activations == whole.activations
 
 
+TWO_IMAGES = (384, 384), (320, 448)
+
+
 @pytest.mark.parametrize(
-    ("images", "placement"), [(((384, 384), (320, 448)), Placement("int8")), slow((), Placement(offload=True))]
+    ("encoder", "images", "placement"),
+    [
+        (with_blocks(4), TWO_IMAGES, Placement("int8")),
+        slow(SEVEN_B, TWO_IMAGES, Placement("int8")),
+        slow(SEVEN_B, (), Placement(offload=True)),
+    ],
+    ids=["4 blocks", "all blocks", "offloaded"],
 )
 def test_one_measurement_is_for_prompts_of_any_length(
-    images: Any, placement: Placement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    encoder: str, images: Any, placement: Placement, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The real text encoder, against a pass of that length; only other images are measured again."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text_memory.cache_clear()
     for tokens in (3, 90, 1200):
         work = TextWork(images, tokens)
-        found = text_memory(SEVEN_B, work, "bfloat16", placement, partial=True)
-        assert found == text_lane(SEVEN_B, work, torch.bfloat16, placement, partial=True)
+        found = text_memory(encoder, work, "bfloat16", placement, partial=True)
+        assert found == text_lane(encoder, work, torch.bfloat16, placement, partial=True)
     assert len(list(tmp_path.rglob("*.json"))) == 1
-    text_memory(SEVEN_B, TextWork(((448, 448),), 90), "bfloat16", placement, partial=True)
+    text_memory(encoder, TextWork(((448, 448),), 90), "bfloat16", placement, partial=True)
     assert len(list(tmp_path.rglob("*.json"))) == 2
     text_memory.cache_clear()
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +46,25 @@ def extrapolated(peaks: Sequence[float], transformer: dict[str, Any], settings: 
     return peaks[1] + (peaks[1] - peaks[0]) * left
 
 
-def peaks(transformer: dict[str, Any], settings: Config, batch: list[SampleSize]) -> tuple[float, float]:
-    """The peak by its pieces, and that of a step on this very batch."""
-    found = [measured.step for measured in pieces.step(transformer, settings, batch, "accelerator")]
-    judge = []
+def peaks(
+    transformer: dict[str, Any], settings: Config, batches: Sequence[list[SampleSize]]
+) -> Iterator[tuple[float, float]]:
+    """The peak by its pieces, and that of a step on this very batch, for each batch."""
+    models, family = [], pieces.family_of_transformer(transformer)
     for layers in pieces.depths(transformer, settings):
         model = step.on_meta({**transformer, "num_layers": layers}, settings)
-        family = pieces.family_of_transformer(transformer)
-        trained = step.training_model(model, settings, "accelerator")
+        models.append(step.training_model(model, settings, "accelerator"))
         if settings.train.gradient_accumulation_steps > 1:
-            for parameter in trained.parameters():
+            for parameter in models[-1].parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(lambda it: setattr(it, "grad", None))
-        judge.append(step.peak_of_step(trained, batch, settings.train, family))
-    return extrapolated(found, transformer, settings), extrapolated(judge, transformer, settings)
+    for batch in batches:
+        judge = []
+        for model in models:
+            judge.append(step.peak_of_step(model, batch, settings.train, family))
+            model.zero_grad()
+        found = [measured.step for measured in pieces.step(transformer, settings, batch, "accelerator")]
+        yield extrapolated(found, transformer, settings), extrapolated(judge, transformer, settings)
 
 
 REAL_BATCHES = [EDIT, [TO_IMAGE, TWO_CONTROLS, LONG_TEXT], [LONG_TEXT] * 2]
@@ -81,8 +85,7 @@ def test_pieces_are_within_two_percent_of_a_step_at_real_sizes(
     transformer: dict[str, Any], assignments: list[str], batches: list[list[SampleSize]]
 ) -> None:
     settings = with_layout(load_config(None, assignments), "cuda")
-    for batch in batches:
-        found, judge = peaks(transformer, settings, batch)
+    for found, judge in peaks(transformer, settings, batches):
         assert found == pytest.approx(judge, rel=0.02)
 
 
@@ -93,8 +96,8 @@ def test_pieces_of_a_small_model_are_near_a_step_of_any_size(name: str) -> None:
     """Single samples, mixed ones, and some of a few tokens, where other tensors make the peak."""
     for layout in ("packed", "padded"):
         settings = load_config(None, [*SETTINGS[name], f"train.layout={layout}"])
-        for batch in ([TINY], [TINY] * 3, RAGGED, [RAGGED[0]], [*RAGGED, TINY]):
-            found, judge = peaks(SMALL, settings, batch)
+        batches = [TINY], [TINY] * 3, RAGGED, [RAGGED[0]], [*RAGGED, TINY]
+        for batch, (found, judge) in zip(batches, peaks(SMALL, settings, batches), strict=True):
             assert found == pytest.approx(judge, rel=0.02), (layout, batch)
 
 
@@ -104,8 +107,8 @@ def test_pieces_of_a_joint_sequence(name: str) -> None:
     """With any number of controls; attention segment by segment, in float32, has none, and is measured for each."""
     for layout in ("packed", "padded"):
         settings = load_config(None, [*SETTINGS[name], f"train.layout={layout}"])
-        for batch in (MIXED_21, *([each] for each in MIXED_21)):
-            found, judge = peaks(SMALL_21, settings, batch)
+        batches = [MIXED_21, *([each] for each in MIXED_21)]
+        for batch, (found, judge) in zip(batches, peaks(SMALL_21, settings, batches), strict=True):
             assert found == pytest.approx(judge, rel=0.02 if name != "in float32" else 1e-6), (layout, batch)
 
 
@@ -202,15 +205,17 @@ def test_every_setting_that_changes_the_bytes_is_in_the_key(monkeypatch: pytest.
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 COUNTED = """
-import json, sys
-program = sys.argv.pop(1)
-sys.argv[0] = program
+import contextlib, io, json, sys
 from qwen_cache.cli import main as cache
 from qwen_train.cli import main as train
-try:
-    (cache if program == "qwen-cache" else train)()
-finally:
-    print(json.dumps(sorted(sys.modules)), file=sys.stderr)
+for program, *arguments in json.loads(sys.argv[1]):
+    sys.argv[:] = [program, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            (cache if program == "qwen-cache" else train)()
+        except SystemExit as end:
+            code = end.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue(), sorted(sys.modules)]))
 """
 
 
@@ -230,18 +235,15 @@ def test_commands_that_one_repeats_import_no_torch(
         ("qwen-train", 1, ("plan", cache, "--model", model, "--gpu-memory", "0.5GB")),
         ("qwen-train", 2, ("run", cache, "--model", model, "--out", tmp_path / "out", "--set", "train.max_tokens=8")),
     ]
-    for program, code, arguments in commands:
-        first = run(program, *arguments) if program == "qwen-cache" or code < 2 else None
-        done = subprocess.run(
-            [sys.executable, "-c", COUNTED, program, *map(str, arguments)],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "COLUMNS": "80"},
-        )
-        assert done.returncode == code, done.stderr
+    firsts = [run(program, *words) if code < 2 else None for program, code, words in commands]
+    asked = json.dumps([[program, *map(str, words)] for program, _, words in commands])
+    done = subprocess.run([sys.executable, "-c", COUNTED, asked], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (program, code, arguments), first, line in zip(commands, firsts, done.stdout.splitlines(), strict=True):
+        found, stdout, stderr, loaded = json.loads(line)
+        assert found == code, stderr
         if first and program == "qwen-train":
-            assert done.stdout == first.stdout
+            assert stdout == first.stdout
         elif first:
-            assert json.loads(done.stdout)["memory"] == json.loads(first.stdout)["memory"]
-        loaded = json.loads(done.stderr.splitlines()[-1])
+            assert json.loads(stdout)["memory"] == json.loads(first.stdout)["memory"]
         assert sorted({*HEAVY, "pandas"} & {*loaded}) == [], arguments

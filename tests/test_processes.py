@@ -211,8 +211,8 @@ def test_a_library_sees_a_changed_variable() -> None:
 def test_the_time_of_children_is_counted() -> None:
     run([sys.executable, "-c", ""])
     before = cpu_seconds()
-    run([sys.executable, "-c", "import time\nwhile time.process_time() < 1: pass"])
-    assert cpu_seconds() - before > 0.9
+    run([sys.executable, "-c", "import time\nwhile time.process_time() < 0.3: pass"])
+    assert cpu_seconds() - before > 0.25
 
 
 def state(pid: int) -> tuple[str, int, str]:

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from qwen_cache.encode.components import Component, TextWork, grid_of
 from qwen_cache.encode.text import select_rows
 from qwen_cache.encode.vae import VaeThatFits, encoder_parts, for_single_frames, latent_space, supported_vae
-from qwen_cache.models.devices import ALIGNMENT, bytes_of, course_of, peak_of
+from qwen_cache.models.devices import ALIGNMENT, LiveBytes, bytes_of, course_of, peak_of
 from qwen_cache.models.encoders import MODELS, batch_windows, model_config
 from qwen_cache.models.hardware import ON_DEVICE, WHOLE, Placement, piece_sizes
 from qwen_cache.models.loading import explained, from_config
@@ -114,7 +114,8 @@ def _placed(config: str, dtype: torch.dtype, placement: Placement, *, partial: b
     weights, host = bytes_of(model), 0
     weights -= sum(map(bytes_of, model.language_model.layers))
     if quantization != "none":
-        quantize(model.language_model.layers, quantization, torch.device("meta"), skip=skip)
+        with LiveBytes(()):  # which computes the layouts of one layer, and knows those of the others
+            quantize(model.language_model.layers, quantization, torch.device("meta"), skip=skip)
     layers = [_layer_bytes(layer) for layer in model.language_model.layers]
     weights += sum(layers)
     largest = largest_layer(model)

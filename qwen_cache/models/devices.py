@@ -417,8 +417,8 @@ def peak_of(run: Callable[[], object], *known: nn.Module) -> int:
 
 _Layout = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _LAYOUTS: dict[torch.dtype, dict[Any, _Layout | list[_Layout | None]]] = {}
-"""The layout of the new tensor, or of each of several, by function and arguments, by the default dtype, which is that of
-some calls."""
+"""The layout of the new tensor, or of each of several, by function and arguments, by the default dtype, which is that
+of some calls."""
 
 
 class LiveBytes(TorchDispatchMode):
