@@ -343,8 +343,8 @@ def recorded(config: Config, name: str) -> Any:
     if (own := _set(config.data, name)) is not None:
         return own
     caches = [entry.path for entry in config.train.caches if not entry.teacher] or [config.cache.path]
-    values = {_of_cache(cache, name) for cache in caches}
-    return values.pop() if len(values) == 1 else None
+    first, *others = [_of_cache(cache, name) for cache in caches]
+    return first if all(other == first for other in others) else None
 
 
 def _of_cache(cache: str, name: str) -> Any:
@@ -393,11 +393,15 @@ def resume_command(
 #       step-500/KEY.safetensors, KEY.png   generated after step 500
 #       target/, controls/                  the cached images that belong to them; controls also as KEY-2.png, …
 #       losses/step-500.json                the losses of held-out samples after step 500
+#       likeness.json                       how much the images resemble the targets, by a model of `best --likeness`
 
 VALIDATION = "validation"
 """The folder for the latents of validation images."""
 SAMPLE_LOSSES = "losses"
 """Its folder for the validation losses of each sample: {KEY: [the loss in each quarter of the noise levels]}."""
+LIKENESS_NAME = "likeness.json"
+"""Its file for `best --likeness`: {model, training_targets, images: {step-N/KEY: {latents: the hash of the file, and
+target or training: a cosine similarity}}}."""
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """The name of the folder with the images of a step."""
 SCALES = "true_cfg_scale"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,14 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
+from PIL import Image
 from safetensors.torch import load_file, save
 from torch.nn.functional import avg_pool2d
+from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from qwen_cache import Sample, open_cache
+from qwen_cache.inspect.flags import stored_thumbnails
 from qwen_cache.storage.remembered import sealed
 from qwen_train.training import checkpoint
 from qwen_train.training.best import CHANCE, best_of, within_noise
@@ -27,6 +32,7 @@ from qwen_train.training.report import write_report
 from .support.caches import build
 from .support.commands import refused, run
 from .support.paths import ROOT, load_tool
+from .support.photographs import photograph
 from .support.runs import IMAGES, LORA, SMALL, Trainer, run_training
 from .support.written_runs import write_image, write_run
 
@@ -167,6 +173,7 @@ def test_damaged_files_are_left_out_and_named(tmp_path: Path) -> None:
     write_losses(write_images(tmp_path, IMPROVES), IMPROVES)
     folder = tmp_path / "validation"
     damaged = {folder / "losses" / "step-600.json": b"[1]", folder / "losses" / "step-700.json": b'{"0": [1]}'}
+    damaged[folder / "likeness.json"] = b'{"model": "", "training_targets": 1, "images": {"x": {"target": 3}}}'
     damaged |= {folder / "step-500" / "1.safetensors": b"12345678", folder / "target" / "x.safetensors": b""}
     infinite = json.dumps({str(unit): [math.inf] * 4 for unit in range(UNITS)})
     (folder / "losses" / "step-800.json").write_text(infinite, encoding="utf-8")
@@ -286,6 +293,146 @@ def test_seeds_are_compared_within_their_prompt_and_controls(tmp_path: Path) -> 
     (score,) = (score for score in best_of(tmp_path).scores.scores if score.name == "difference between seeds")
     assert (score.units, score.means[9]) == (1, 0)
     assert score.means[0] > 0.5
+
+
+# ---- likeness --------------------------------------------------------------------------------------------------------
+
+SIDE = 32
+"""Pixels of an image for the tiny CLIP."""
+
+
+def write_clip(folder: Path) -> Path:
+    """A tiny random CLIP."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    vision, text = {**tower, "image_size": SIDE, "patch_size": 8}, {**tower, "vocab_size": 99}
+    CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)).save_pretrained(folder)
+    size = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+    CLIPImageProcessorPil(**size).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def embedding(clip: CLIPModel, image: Image.Image) -> torch.Tensor:
+    """By CLIP's definition: the shortest side resized, the middle cropped, normalised, embedded."""
+    image = image.convert("RGB")
+    short = min(image.size)
+    size = tuple(int(SIDE * side / short) for side in image.size)
+    left, top = (size[0] - SIDE) // 2, (size[1] - SIDE) // 2
+    cut = image.resize(size, Image.Resampling.BICUBIC).crop((left, top, left + SIDE, top + SIDE))
+    mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+    pixels = torch.tensor((np.asarray(cut) / 255 - mean) / std).permute(2, 0, 1)[None].float()
+    pooled = clip.vision_model(pixel_values=pixels).pooler_output
+    return torch.nn.functional.normalize(clip.visual_projection(pooled)[0], dim=0)
+
+
+@pytest.fixture
+def decoded(train: Trainer, tmp_path: Path) -> Path:
+    """A run whose images are decoded, the last of which has no target. Its losses tell nothing."""
+    out = write_images(tmp_path / "run", IMPROVES)
+    write_losses(out, dict.fromkeys(IMPROVES, 0.5))
+    folder, names = out / "validation", ("china.jpg", "coffee.png", "chelsea.png", "flower.jpg", "astronaut.png")
+    (folder / "target" / f"{UNITS - 1}.safetensors").unlink()
+    for unit in range(UNITS):
+        target, other = (photograph(names[(unit + i) % len(names)]).resize((80, 64)) for i in range(2))
+        target.save(folder / "target" / f"{unit}.png")
+        for step, distance in IMPROVES.items():
+            blended = Image.blend(target, other, distance if step > 100 else 1.0)  # for a random model to tell
+            blended.save(folder / f"step-{step}" / f"{unit}.png")
+    (out / "qwen.yaml").write_text(f"cache: {{path: {json.dumps(str(train.cache))}}}", encoding="utf-8")
+    return out
+
+
+def test_likeness_is_the_cosine_of_embeddings(decoded: Path, train: Trainer, tmp_path: Path) -> None:
+    """To the held-out target, else to the mean of the training targets; shown by the command and on the page, and
+    forgotten for an image that is generated again."""
+    folder, clip = decoded / "validation", CLIPModel.from_pretrained(write_clip(tmp_path / "clip")).eval()
+    result = run("qwen-train", "best", decoded, "--likeness", tmp_path / "clip", "--json")
+    assert result.code == 0, result.stderr
+    scores = {score["name"]: score for score in json.loads(result.stdout)["scores"]}
+    mean = torch.stack([embedding(clip, stored_thumbnails(it)[0]) for it in open_cache(train.cache)]).mean(dim=0)
+    expected: dict[str, list[float]] = {"likeness to target": [], "likeness to the mean of the training targets": []}
+    for step in IMPROVES:
+        of_step = [embedding(clip, Image.open(folder / f"step-{step}" / f"{unit}.png")) for unit in range(UNITS)]
+        targets = [embedding(clip, Image.open(folder / "target" / f"{unit}.png")) for unit in range(UNITS - 1)]
+        pairs = zip(of_step, targets, strict=False)
+        expected["likeness to target"].append(statistics.mean(float(a @ b) for a, b in pairs))
+        to_all = torch.nn.functional.cosine_similarity(of_step[-1], mean, dim=0)
+        expected["likeness to the mean of the training targets"].append(float(to_all))
+    for name, values in expected.items():
+        assert [row["mean"] for row in scores[name]["steps"]] == pytest.approx(values, abs=1e-4)
+        assert scores[name]["higher_is_better"]
+    assert scores["likeness to target"]["judges"]
+    assert not scores["likeness to the mean of the training targets"]["judges"]
+    said = (
+        f"embedded by CLIPModel, to its held-out target or else to the mean of {len(open_cache(train.cache))} training"
+    )
+    best, page = best_of(decoded), (decoded / "report.html").read_text(encoding="utf-8")
+    assert said in run("qwen-train", "best", decoded).stdout
+    assert said in page
+    assert '<th scope="col">likeness to target <small>5 × image</small></th>' in page
+    verdict = next(reason for reason in best.reasons if "By the likeness to target" in reason)
+    assert "step 200 is the best, and steps 300, 400 within noise of it; after step 500 it is" in verdict
+    write_latents(folder / "step-400", 0, tokens(9))
+    (score,) = (score for score in best_of(decoded).scores.scores if score.name == "likeness to target")
+    assert score.units == UNITS - 2
+
+
+def test_likeness_decides_where_the_others_cannot_tell(decoded: Path, tmp_path: Path) -> None:
+    """Of images that have all the same latents, but not the same pixels."""
+    for step, unit in itertools.product(IMPROVES, range(UNITS)):
+        write_latents(decoded / "validation" / f"step-{step}", unit, tokens(50))
+    assert best_of(decoded).step is None
+    assert run("qwen-train", "best", decoded, "--likeness", write_clip(tmp_path / "clip")).code == 0
+    best = best_of(decoded)
+    assert (best.step, best.judges[0]) == (200, "likeness to target")
+
+
+def test_what_is_no_vision_model_or_has_no_images_is_refused(decoded: Path, tmp_path: Path) -> None:
+    """Nothing is run or unpickled, and the scores stay as they are."""
+    clip = write_clip(tmp_path / "clip")
+
+    def changed(name: str, change: Callable[[Path], object]) -> Path:
+        copy = tmp_path / name
+        shutil.copytree(clip, copy)
+        change(copy)
+        return copy
+
+    def drop(copy: Path) -> None:
+        weights = load_file(copy / "model.safetensors")
+        del weights["visual_projection.weight"]
+        (copy / "model.safetensors").write_bytes(save(weights, {"format": "pt"}))
+
+    def pickle(copy: Path) -> None:
+        torch.save(load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+        (copy / "model.safetensors").unlink()
+
+    def code(copy: Path) -> None:
+        config = {"model_type": "other", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+        (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (copy / "own.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\n", encoding="utf-8")
+
+    def text(copy: Path) -> None:
+        tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+        BertModel(BertConfig(**tower, vocab_size=99)).save_pretrained(copy)
+
+    for folder, said in {
+        tmp_path / "none": "no vision model here (expected config.json, found no such folder)",
+        changed(
+            "empty", lambda copy: (copy / "preprocessor_config.json").unlink()
+        ): "found no preprocessor_config.json",
+        changed("half", drop): "missing keys in the weights of AutoModel (found visual_projection.weight)",
+        changed("pickle", pickle): "AutoModel cannot be loaded",
+        changed("code", code): "cannot be loaded",
+        changed("text", text): "this model cannot be loaded",
+    }.items():
+        refused(run("qwen-train", "best", decoded, "--likeness", folder), str(folder), said)
+    assert not (tmp_path / "code" / "ran").exists()
+    assert not (decoded / "validation" / "likeness.json").exists()
+    for png in (decoded / "validation").glob("step-*/*.png"):
+        png.unlink()
+    do = f"decode them: qwen-train decode {decoded}"
+    refused(run("qwen-train", "best", decoded, "--likeness", clip), "no validation image of this run is decoded", do)
 
 
 # ---- where it is shown and used --------------------------------------------------------------------------------------

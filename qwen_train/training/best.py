@@ -24,7 +24,7 @@ from qwen_cache.html.page import number
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.terminal import plural
 from qwen_train.run import METRICS_NAME, checkpoints
-from qwen_train.training.scores import JUDGES, UNREADABLE, Score, Scores, read_scores
+from qwen_train.training.scores import HIGHER, JUDGES, UNREADABLE, Score, Scores, read_scores
 
 BEST = "best"
 """The value of `--step` that stands for the proposed one."""
@@ -50,13 +50,8 @@ class Verdict:
 
     @classmethod
     def of(cls, score: Score) -> Verdict:
-        within = zip(score.steps, within_noise(score.values), strict=True)
+        within = zip(score.steps, within_noise(score.losses), strict=True)
         return cls(score, tuple(step for step, is_within in within if is_within))
-
-    @property
-    def best(self) -> int:
-        """The step with the least mean."""
-        return min(self.score.means, key=lambda step: self.score.means[step])
 
     @property
     def tells(self) -> bool:
@@ -104,7 +99,7 @@ class Best:
         return "no LoRA" if step == 0 else ""
 
     def document(self) -> dict[str, Any]:
-        """All of it as JSON; differences are paired, to the step with the least mean of a score."""
+        """All of it as JSON; differences are paired, to the step with the best mean of a score."""
         return {
             "step": self.step,
             "checkpoint": None if self.checkpoint is None else str(self.checkpoint),
@@ -116,6 +111,7 @@ class Best:
                     "of": score.of,
                     "units": score.units,
                     "judges": score.name in self.judges,
+                    "higher_is_better": score.name in HIGHER,
                     "steps": [
                         {"step": step, "mean": mean, "more_than_best": more, "standard_error": error}
                         for (step, mean), (more, error) in zip(score.means.items(), differences(score), strict=True)
@@ -123,6 +119,7 @@ class Best:
                 }
                 for score in self.scores.scores
             ],
+            "likeness": self.scores.likeness or None,
             "unread": [str(path) for path in self.scores.unread],
         }
 
@@ -193,8 +190,8 @@ def within_noise(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def differences(score: Score) -> list[tuple[float, float | None]]:
-    """By how much each step's mean is more than the least, and the standard error of that paired difference."""
-    paired = score.values - score.values[score.values.mean(axis=1).argmin()]
+    """By how much each step's mean is more than the best, and the standard error of that paired difference."""
+    paired = score.values - score.values[score.losses.mean(axis=1).argmin()]
     if score.units == 1:
         return [(float(row[0]), None) for row in paired]
     return [(float(row.mean()), float(row.std(ddof=1) / np.sqrt(score.units))) for row in paired]
@@ -212,12 +209,14 @@ def _earliest(within: Sequence[int], step: int) -> str:
 def _sentence(verdict: Verdict, proposed: int | None) -> str:
     """The steps that a score prefers, and how much worse the last one is; and whether it disagrees with a proposal that
     another score made."""
-    score, best = verdict.score, verdict.best
+    score, best = verdict.score, verdict.score.best
     means, last = score.means, score.steps[-1]
     near = sorted({*verdict.within} - {best})
     text = f"By the {score.name}, over {plural(score.units, score.of)}, step {best:,} is the best"
     text += f", and {_listed('step', near)} within noise of it" if near else ", by more than noise"
-    if last not in verdict.within and means[best] > 0:
+    if last not in verdict.within and score.name in HIGHER:
+        text += f"; after step {last:,} it is {number(means[last])} in place of {number(means[best])}"
+    elif last not in verdict.within and means[best] > 0:
         text += f"; after step {last:,} it is {number(100 * (means[last] / means[best] - 1))} % higher"
     if proposed in means and proposed not in verdict.within:
         text += f". It disagrees with the proposal, step {proposed:,}: look at the images"
@@ -231,10 +230,10 @@ def _listed(word: str, steps: Sequence[int]) -> str:
 
 def _too_few(score: Score) -> str:
     """The score, whose units are too few, without a claim."""
-    best = min(score.means, key=lambda step: score.means[step])
+    extreme = "highest" if score.name in HIGHER else "lowest"
     return (
         f"{plural(score.units, score.of)} cannot tell one step from another; that takes {LEAST_UNITS}. "
-        f"The {score.name} is lowest after step {best:,}, which may be chance."
+        f"The {score.name} is {extreme} after step {score.best:,}, which may be chance."
     )
 
 

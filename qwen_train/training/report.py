@@ -210,7 +210,7 @@ class ScoreRow:
     step: int
     note: str
     cells: list[tuple[str, str]]
-    """The mean of each score; of those that judge, how it compares with the least."""
+    """The mean of each score; of those that judge, how it compares with the best."""
 
 
 def score_rows(best: Best) -> Iterator[ScoreRow]:
@@ -220,10 +220,10 @@ def score_rows(best: Best) -> Iterator[ScoreRow]:
         found = dict(zip(score.steps, zip(score.means.values(), differences(score), strict=True), strict=True))
         for step, row in cells.items():
             mean, (more, error) = found.get(step, (None, (0.0, None)))
-            compared = more > 0 and error is not None and score.name in best.judges
-            row.append(
-                ("" if mean is None else number(mean), f"+{number(more)} ± {number(error or 0.0)}" if compared else "")
-            )
+            compared = more != 0 and error is not None and score.name in best.judges
+            sign = "+" if more > 0 else "−"
+            text = f"{sign}{number(abs(more))} ± {number(error or 0.0)}" if compared else ""
+            row.append(("" if mean is None else number(mean), text))
     for step, row in cells.items():
         yield ScoreRow(step, best.note(step), row)
 

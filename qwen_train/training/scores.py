@@ -1,9 +1,10 @@
 """Scores of a run's steps: losses of held-out samples, and distances between validation images, target and control.
 
-They are computed from the files in the run's folder, without torch, a model or a GPU. Images are compared as the VAE's
-latents, which are stored: of the difference of two images, at three scales, the *colour* is its root mean square, with
-each channel in units of its standard deviation over the run's targets and controls, and the *edges* are the same of its
-spatial gradients. 0 is the same image; two unrelated ones are about √2 apart. Files that cannot be read are skipped.
+They are computed from the files in the run's folder, without torch, a model or a GPU; a likeness only where
+`best --likeness` has measured it by a model. Images are compared as the VAE's latents, which are stored: of the
+difference of two images, at three scales, the *colour* is its root mean square, with each channel in units of its
+standard deviation over the run's targets and controls, and the *edges* are the same of its spatial gradients. 0 is the
+same image; two unrelated ones are about √2 apart. Files that cannot be read are skipped.
 """
 
 from __future__ import annotations
@@ -28,16 +29,29 @@ from qwen_cache.format.sample import LATENT_CHANNELS
 from qwen_cache.models.family import PIPELINES, QWEN_IMAGE, family_of
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remembered import check_safetensors
-from qwen_cache.text import parse_json
-from qwen_train.run import EDIT_MASK, LEVELS, RUN_FACTS_NAME, SAMPLE_LOSSES, STEP, TRAINED, VALIDATION
+from qwen_cache.terminal import plural
+from qwen_cache.text import parse_json, plain
+from qwen_train.run import (
+    EDIT_MASK,
+    LEVELS,
+    LIKENESS_NAME,
+    RUN_FACTS_NAME,
+    SAMPLE_LOSSES,
+    STEP,
+    TRAINED,
+    VALIDATION,
+)
 
 SCALES = (1, 2, 4)
 """Sides of the averaged squares, in latents."""
-LOSS, TARGET = "validation loss", "distance to target"
+LOSS, TARGET, LIKENESS = "validation loss", "distance to target", "likeness to target"
+LIKENESS_TO_ALL = "likeness to the mean of the training targets"
 DRIFT, SEEDS = "difference from no LoRA", "difference between seeds"
-JUDGES = (LOSS, TARGET)
+JUDGES = (LOSS, TARGET, LIKENESS)
 """The scores that say how good a step is. The loss comes first: it has more samples, and a distance to one target is
-less for a blurred image than for a sharp one that differs."""
+less for a blurred image than for a sharp one that differs. Likeness to targets that were trained does not say it."""
+HIGHER = (LIKENESS, LIKENESS_TO_ALL)
+"""The scores of which more is better."""
 LARGEST = 1e100  # squares must not overflow
 UNREADABLE = (
     *(OSError, ValueError, LookupError, TypeError, ArithmeticError, RecursionError),
@@ -52,7 +66,7 @@ Weights = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Score:
-    """A measure of steps on the same units; less is closer, or a lower loss."""
+    """A measure of steps on the same units; less is closer, or a lower loss, except of `HIGHER`."""
 
     name: str
     of: str
@@ -64,6 +78,16 @@ class Score:
     @property
     def means(self) -> dict[int, float]:
         return dict(zip(self.steps, self.values.mean(axis=1).tolist(), strict=True))
+
+    @property
+    def losses(self) -> NDArray[np.float64]:
+        """`[steps, units]`: the values, or of `HIGHER` their negatives, so that less is better."""
+        return -self.values if self.name in HIGHER else self.values
+
+    @property
+    def best(self) -> int:
+        """The step with the best mean."""
+        return self.steps[int(self.losses.mean(axis=1).argmin())]
 
     @property
     def units(self) -> int:
@@ -83,6 +107,8 @@ class Scores:
     unread: list[Path] = field(default_factory=list)
     trained: bool = False
     """True if there are images of trained samples: their targets say nothing about other images."""
+    likeness: str = ""
+    """A sentence on the scores of likeness; empty without them."""
 
 
 def read_scores(folder: Path) -> Scores:
@@ -141,6 +167,7 @@ class Latents:
     images: list[Image]
     words: dict[str, str]
     edit_mask: Weights | None
+    file_hash: str
 
     @property
     def digest(self) -> str:
@@ -168,10 +195,13 @@ def _image_scores(folder: Path, found: Scores) -> Iterator[tuple[int, str, str, 
     found.trained = any(TRAINED in target.words for target in targets.values())
     references = [*targets.values(), *controls.values()] or list(read(steps[0][1]).values())
     distance = Distance([image for file in references for image in file.images])
+    likeness = _likeness(folder / VALIDATION / LIKENESS_NAME, found)
     for step, place in steps:
         images, table = read(place) if step else before, defaultdict[str, dict[str, float]](dict)
         for key, file in images.items():
             for name, value in _scores_of(file, distance, *(each.get(key) for each in (targets, controls, before))):
+                table[name][key] = value
+            for name, value in likeness.get((f"{place.name}/{key}", file.file_hash), {}).items():
                 table[name][key] = value
         for name, values in table.items():
             yield step, name, "image", values
@@ -198,6 +228,38 @@ def _scores_of(
     pairs = zip(file.images, before.images if before else [], strict=False)
     if drift := [sum(distance(*pair)) / 2 for pair in pairs if _fit(*pair)]:
         yield DRIFT, float(np.mean(drift))
+
+
+def _likeness(path: Path, found: Scores) -> dict[tuple[str, str], dict[str, float]]:
+    """The scores of `best --likeness` by image and hash of its latents, so that those of other images do not count."""
+    names = {"target": LIKENESS, "training": LIKENESS_TO_ALL}
+    try:
+        if not path.exists():
+            return {}
+        about = parse_json(read_file(path))
+        likeness = {
+            (image, entry["latents"]): {name: _similarity(entry[key]) for key, name in names.items() if key in entry}
+            for image, entry in about["images"].items()
+        }
+        model, targets = plain(str(about["model"])), int(about["training_targets"])
+    except (*UNREADABLE, AttributeError):
+        found.unread.append(path)
+        return {}
+    scored = {name for scores in likeness.values() for name in scores}
+    to = [f"the mean of {plural(targets, 'training target')}"] * (LIKENESS_TO_ALL in scored)
+    to = ["its held-out target"] * (LIKENESS in scored) + to
+    found.likeness = (
+        f"Likeness is the cosine similarity of an image, embedded by {model}, to {' or else to '.join(to)}."
+    )
+    if LIKENESS_TO_ALL in scored:
+        found.likeness += " A LoRA that overfits comes closer to that mean too, so it decides nothing."
+    return likeness
+
+
+def _similarity(value: Any) -> float:
+    if type(value) not in (int, float) or not abs(value) <= 1 + 1e-5:
+        raise ValueError("not a cosine similarity")
+    return float(value)
 
 
 def _between_seeds(
@@ -301,7 +363,8 @@ def read_latents(path: Path, patch: int) -> Latents:
     images = [_unpacked(part, h, w, patch) for part, (_, h, w) in zip(parts, shapes, strict=True)]
     mask = tensors.get(EDIT_MASK)
     _, h, w = shapes[0]
-    return Latents(images, words, None if mask is None else mask.reshape(h, w).repeat(patch, 0).repeat(patch, 1))
+    edit_mask = None if mask is None else mask.reshape(h, w).repeat(patch, 0).repeat(patch, 1)
+    return Latents(images, words, edit_mask, xxhash.xxh3_64_hexdigest(data))
 
 
 def _array(tensor: Mapping[str, Any]) -> NDArray[np.float32]:
