@@ -31,6 +31,7 @@ from qwen_train.training.publish import read_run, repository_of
 from .support.commands import Result, refused, run
 from .support.hub import UploadHub
 from .support.marks import slow
+from .support.paths import ROOT
 from .support.runs import LORA, SMALL, Trainer
 from .support.server import serving
 
@@ -121,6 +122,9 @@ def test_the_hub_gets_weights_images_and_card_and_nothing_of_this_machine(tmp_pa
     assert "| `train.lora.rank` | 8 |" in card.text
     assert "| samples | 13 |" in card.text
     assert f'pipe.load_lora_weights("{REPO}")' in card.text
+    assert "| `num_inference_steps` | 50; a distilled base has its own |" in card.text
+    assert "| the images above | `num_inference_steps` 20, `true_cfg_scale` 1 |" in card.text
+    assert "It was trained at" not in card.text
 
 
 def test_options_decide_images_card_branch_and_privacy(
@@ -163,6 +167,23 @@ def test_the_card_of_a_model_under_the_research_licence_says_so(tmp_path: Path) 
     link = "https://huggingface.co/Qwen/Qwen-Image-2.1/blob/main/LICENSE"
     assert (facts["license"], facts["license_name"], facts["license_link"]) == ("other", "qwen-research", link)
     assert f"[qwen-research]({link}) licence, which allows **no commercial use**" in card.text
+
+
+def test_the_card_warns_of_sizes_that_the_pipeline_does_not_have(tmp_path: Path) -> None:
+    """Those of the run or of its caches; and links to a section that exists."""
+    of_21 = {"model": "Qwen/Qwen-Image-2.1", "pipeline": "QwenImage21Pipeline"}
+    write = {
+        "area": ({"data.vae_image_size": [512**2, 1024**2]}, "at about 512² pixels: give `height` and `width`"),
+        "fixed": ({"data.resolution": [[512, 768]]}, "at 512×768 pixels: give `height` and `width` of that size"),
+        "2.1": ({**of_21, "data.vae_image_size": [512**2]}, "at about 512² pixels: set `output_resolution`"),
+    }
+    for name, (changes, said) in write.items():
+        card = repository_of(read_run(write_run(tmp_path / name, **changes)), REPO).card
+        assert said in card
+        assert ("resizes controls to about 1024² all the same" in card) == (name != "2.1")
+        (link,) = re.findall(r"blob/main/(docs/\S+)#([\w-]+)\)", card)
+        headings = re.findall(r"^#+ (.*)", (ROOT / link[0]).read_text(encoding="utf-8"), re.MULTILINE)
+        assert link[1] in [heading.lower().replace(" ", "-") for heading in headings]
 
 
 def test_the_card_names_the_file_of_the_transformer_and_the_assistant_without_their_folders(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ damaged images and a base without a name on the hub are refused. Needs no torch;
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -74,6 +75,17 @@ LOADING = {
     OFT: "PeftModel.from_pretrained(pipe.transformer, {repo})",
 }
 """How each type is added to a pipeline: docs/howto/choose-an-adapter.md says which program loads which."""
+POSITIONS = """
+# diffusers 0.42 with transformers 5 encodes prompts with other positions of the images than in training.
+def pass_image_tokens(encoder, args, kwargs):
+    kwargs.setdefault("mm_token_type_ids", (kwargs["input_ids"] == encoder.config.image_token_id).int())
+    return args, kwargs
+
+pipe.text_encoder.register_forward_pre_hook(pass_image_tokens, with_kwargs=True)"""
+"""For the pipelines that encode images without `mm_token_type_ids`: huggingface/diffusers issue 14194."""
+ELSEWHERE = f"{REPOSITORY}/blob/main/docs/howto/generate-images.md#the-same-image-in-other-programs"
+OWN_SIDE = 1024
+"""The pipelines generate at about the square of it, and resize control images to it."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,13 @@ class RunFacts:
     @property
     def family(self) -> Family:
         return family_of(self.pipeline.name)
+
+    @property
+    def edits(self) -> bool:
+        """True if it takes controls; where the pipeline can do without, if the validation images have them."""
+        if self.pipeline.min_controls or self.pipeline.max_controls == 0:
+            return self.pipeline.min_controls > 0
+        return any((self.run / VALIDATION / "controls").glob("*"))
 
     @property
     def single_file(self) -> str | None:
@@ -291,9 +310,6 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
         parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
         output = {"url": f"{IMAGES}/{image.name}"}
         extra.setdefault("widget", []).append({"text": image.prompt or " ", **parameters, "output": output})
-    edits = run.pipeline.min_controls > 0
-    if run.pipeline.min_controls == 0 and run.pipeline.max_controls != 0:
-        edits = any((run.run / VALIDATION / "controls").glob("*"))
     # Under the tag `lora` the hub shows how a pipeline loads one, which is wrong for other types.
     tags = [run.adapter.type.name, "template:sd-lora"] if run.adapter else []
     is_known = licence == "apache-2.0"  # else one that the hub does not list
@@ -303,7 +319,7 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
         license=licence if is_known else "other",
         license_name=None if is_known else licence,
         license_link=None if is_known else link,
-        pipeline_tag="image-to-image" if edits else "text-to-image",
+        pipeline_tag="image-to-image" if run.edits else "text-to-image",
         tags=[*tags, "diffusers", "qwen-image", "qwen-cache"],
         base_model_relation="adapter" if run.adapter else "finetune",
         **extra,
@@ -311,6 +327,7 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     parts = [f"# {repo.rpartition('/')[2]}", _introduction(run, trigger, link)]
     parts += ["<Gallery />"] if images else []
     parts += ["## Use it with diffusers", f"```python\n{_code(run, repo)}\n```"]
+    parts += ["## Generate with it", _table([("setting", "value"), *_generation(run, images)]), _elsewhere(run)]
     parts += ["## Training", _table([("setting", "value"), *_settings(run)])]
     parts += ["## Dataset", _table([("", "value"), *_dataset(run)])]
     return str(ModelCard(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"))
@@ -342,13 +359,63 @@ def _code(run: RunFacts, repo: str) -> str:
         imports = f"import torch\nfrom diffusers import {pipeline}\n"
         imports += "from peft import PeftModel\n" if run.adapter.type in BY_PEFT else ""
         loading = LOADING[run.adapter.type].format(repo=f'"{repo}"')
-        return f'{imports}\npipe = {pipeline}.from_pretrained({load}).to("cuda")\n{loading}'
+        code = f'{imports}\npipe = {pipeline}.from_pretrained({load}).to("cuda")\n{loading}'
+        return code + _positions(run)
     kind = run.family.transformer
-    return (
+    code = (
         f"import torch\nfrom diffusers import {pipeline}, {kind}\n\n"
         f'transformer = {kind}.from_pretrained("{repo}", subfolder="{FULL}", dtype=torch.bfloat16)\n'
         f'pipe = {pipeline}.from_pretrained({load}, transformer=transformer).to("cuda")'
     )
+    return code + _positions(run)
+
+
+def _positions(run: RunFacts) -> str:
+    """Code for a pipeline that would encode prompts otherwise than training did; maybe empty."""
+    return f"\n{POSITIONS}" if run.pipeline.min_controls else ""
+
+
+def _generation(run: RunFacts, images: list[ShownImage]) -> Iterator[tuple[str, str]]:
+    """The settings of its pipeline, and how the images of the card were generated."""
+    defaults, validation, is_21 = run.family.predict_defaults, run.config.validation, run.family.joint_sequence
+    yield "`num_inference_steps`", f"{defaults['num_inference_steps']}; a distilled base has its own"
+    scale = defaults["true_cfg_scale"]
+    guided = f'{scale:g}, with `negative_prompt=" "`: without one there is no guidance'
+    yield "`true_cfg_scale`", guided if scale > 1 else f"{scale:g}, which is no guidance"
+    size = f"about {OWN_SIDE}² pixels"
+    if run.edits:
+        size += ", in the shape of the last control; controls are resized to as many"
+    yield f"`height`, `width`{', `output_resolution`' if is_21 else ''}", size
+    if run.adapter and run.adapter.type is not OFT:
+        yield f"strength of the {run.adapter.type.title}", "1"
+    if images:
+        scales = ", ".join(f"{each:g}" for each in validation.true_cfg_scale)
+        made = f"`num_inference_steps` {validation.num_inference_steps}, `true_cfg_scale` {scales}"
+        yield (
+            "the images above",
+            made + (" with an empty negative prompt" if max(validation.true_cfg_scale) > 1 else ""),
+        )
+
+
+def _elsewhere(run: RunFacts) -> str:
+    """Warnings: sizes that the pipelines do not have, and what other programs do otherwise."""
+    said, areas = list[str](), recorded(run.config, "vae_image_size")
+    sides = [round(math.sqrt(area)) for area in areas or ()]
+    if shapes := recorded(run.config, "resolution"):
+        trained = ", ".join(f"{width}×{height}" for width, height in shapes)
+    else:
+        trained = ", ".join(f"about {side}²" for side in sides if side != OWN_SIDE)
+    if trained and run.family.joint_sequence:
+        said.append(f"It was trained at {trained} pixels: set `output_resolution` to that side.")
+    elif trained:
+        said.append(f"It was trained at {trained} pixels: give `height` and `width` of that size.")
+        if run.edits:
+            said.append(f"The pipeline resizes controls to about {OWN_SIDE}² all the same.")
+    others = "sizes of controls, shift, guidance" if run.edits else "shift, guidance"
+    said.append(
+        f"Other programs, ComfyUI among them, differ in {others}: [the settings that come nearest]({ELSEWHERE})."
+    )
+    return "\n".join(f"- {each}" for each in said)
 
 
 def _settings(run: RunFacts) -> Iterator[tuple[str, str]]:

@@ -24,9 +24,13 @@ from qwen_cache.encode.text import TextEncoder
 from qwen_cache.models.folder import open_model
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import pipeline as drawing
-from qwen_train.inference.pipeline import Devices, PromptEncoder, load_pipeline
+from qwen_train.inference.pipeline import Devices, PromptEncoder, load_loras, load_pipeline
+from qwen_train.lora.export import export
+from qwen_train.lora.files import WeightedLora
+from qwen_train.training.publish import POSITIONS
 from tests.support.both_pipelines import CPU, PARTS, Both, assert_equal, copied, our_pipeline
 from tests.support.judge import TOLERANCE, image, relative, stock_pipeline
+from tests.support.paths import load_tool
 
 TinyModel = Callable[[str], Path]
 IMAGES = [("china.jpg", (160, 107)), ("chelsea.png", (60, 120)), ("coffee.png", (97, 130))]
@@ -144,6 +148,33 @@ def test_a_callback_sees_every_step_and_may_change_it(both: Callable[..., Both])
     assert_equal(seen[pipelines.ours], seen[pipelines.stock])
     assert len(seen[pipelines.ours]) == 2
     assert_equal(ours.images, stock.images)
+
+
+# ---- LoRAs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("variant", "count"), ONE_FAST)
+def test_a_lora_does_in_stock_diffusers_what_it_does_here(
+    variant: str, count: int, tiny_model: TinyModel, small_areas: None, tmp_path: Path
+) -> None:
+    """From both files, with the lines of the model card: without them the prompts of an editing model are others."""
+    folder = tiny_model(variant)
+    write_random_lora: Any = load_tool("bench_parity").write_random_lora
+    lora = write_random_lora(folder, tmp_path / "run") / "pytorch_lora_weights.safetensors"
+    ours, stock = our_pipeline.__wrapped__(folder, torch.float32), stock_pipeline.__wrapped__
+    pipelines = Both(ours, stock(folder, variant, corrected=False), [image(*each) for each in IMAGES[:count]])
+    arguments = {**PROMPT, **GUIDED, "output_type": "latent"}
+    without, _ = pipelines.call(**arguments)
+    load_loras(ours, [WeightedLora(lora, 1.0)])
+    for number, file in enumerate((lora, export(lora, "comfyui", tmp_path / "comfyui.safetensors"))):
+        pipelines.stock.load_lora_weights(str(file.parent), weight_name=file.name)
+        if count and not number:
+            assert relative(*(result.images for result in pipelines.call(**arguments))) > 0.01
+            exec(POSITIONS, {"pipe": pipelines.stock})
+        with_lora, in_stock = pipelines.call(**arguments)
+        assert_equal(with_lora.images, in_stock.images)
+        assert relative(with_lora.images, without.images) > 0.01
+        pipelines.stock.unload_lora_weights()
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------
