@@ -35,6 +35,7 @@ from qwen_train.model.loading import (
     trained_class,
 )
 from qwen_train.model.placement import assign, full_tensor, replace_layers
+from qwen_train.model.saved_tensors import OffloadedInputs, saving
 
 CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
@@ -67,8 +68,7 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
             else f"model.quantization={kind}",
             do="set train.method=lora" + ("" if quantised else ", or model.quantization=none"),
         )
-    if settings.offload_blocks:
-        check_offload(config, saved)
+    check_offload(config, saved)
     as_stored = settings.method == "full" and not settings.stochastic_rounding
     dtype = _stored_dtype(model) if as_stored else compute_dtype(settings)
     model_class = trained_class(saved, where)
@@ -166,6 +166,7 @@ def prepare_for_training(transformer: Any, settings: TrainConfig) -> Any:
     if settings.method == "lora":
         add_lora(transformer, settings.lora)
     freeze_unreached(transformer)
+    transformer.offloaded_inputs = OffloadedInputs() if settings.offload_activations else None
     return transformer.train()
 
 
@@ -189,12 +190,10 @@ def checkpoint_blocks(transformer: Any, indices: Iterable[int]) -> None:
         return
 
     def run(block: torch.nn.Module, *arguments: Any) -> Any:
-        return checkpoint(block, *arguments, use_reentrant=False) if block in recomputed else block(*arguments)
+        with saving(transformer, block, arguments):
+            return checkpoint(block, *arguments, use_reentrant=False) if block in recomputed else block(*arguments)
 
-    if recomputed:
-        transformer.enable_gradient_checkpointing(run)
-    else:
-        transformer.disable_gradient_checkpointing()
+    transformer.enable_gradient_checkpointing(run)
 
 
 def freeze_unreached(transformer: Any) -> None:

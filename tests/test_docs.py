@@ -35,7 +35,7 @@ import qwen_train
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.memory.prediction import predict_memory
+from qwen_train.memory.prediction import host_bytes, predict_memory
 from qwen_train.memory.sizes import SampleSize, tokens_of
 
 from .support.browser import chromium, new_page
@@ -333,14 +333,21 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     model = bench.transformer_config(layers=60, heads=24, head_dim=128, width=3584, out_channels=16)
     edit = [SampleSize(((1, 52, 78), (1, 52, 78)), 352)]
     assert tokens_of(edit, TrainConfig(), QWEN_IMAGE) == 8464
-    rows = re.findall(
-        r"^\| (none|`.+`).* \| ([\d.]+) GB \|$", (DOCS / "howto/train-on-24gb.md").read_text(), re.MULTILINE
-    )
+    page = (DOCS / "howto/train-on-24gb.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (none|`[^|]+`)[^|]* \| ([\d.]+) GB \|$", page, re.MULTILINE)
     assert len(rows) == 11
     for settings, stated in rows:
         assignments = [] if settings == "none" else settings.split("`")[1].split()
         computed = predict_memory(model, load_config(None, assignments), edit, "accelerator").total
         assert round(computed / 1e9, 1) == pytest.approx(float(stated), abs=0.11), settings
+    rows = re.findall(r"^\| `([^|]+)`" + r" \| ([\d.]+) GB" * 4 + r" \|$", page, re.MULTILINE)
+    assert len(rows) == 4
+    for settings, *pairs in rows:
+        config = load_config(None, ["train.layout=packed", *settings.split()])
+        for count, stated, on_host in zip((1, 4), pairs[::2], pairs[1::2], strict=True):
+            computed = predict_memory(model, config, edit * count, "accelerator").total
+            assert round(computed / 1e9, 1) == pytest.approx(float(stated), abs=0.11), settings
+            assert host_bytes(model, config, edit * count) / 1e9 == pytest.approx(float(on_host), abs=0.11), settings
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Blocks that wait in host memory: training is the same bit for bit, and two of them are on the device at most.
+"""Blocks and activations that wait in host memory: training is the same bit for bit, and those of two blocks are on
+the device at most.
 
 On the CPU "the device" is the same memory, but copies are made as for a GPU, and these are what is counted.
 """
@@ -18,7 +19,9 @@ from qwen_cache.models.devices import ALIGNMENT, OffloadedBlocks, frozen_slots
 from qwen_cache.models.hardware import piece_sizes
 from qwen_cache.settings.load import load_config
 from qwen_train.memory.prediction import host_bytes, predict_memory
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import placement
+from qwen_train.model.saved_tensors import OffloadedInputs
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
 from qwen_train.training import prepare
 from qwen_train.weights import prepare_for_training
@@ -56,6 +59,9 @@ def plain(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     "settings",
     [
         {},
+        {"train.gradient_checkpointing": 2, "train.offload_activations": True},
+        slow({"train.gradient_checkpointing": False, "train.layout": "packed"}),
+        slow({"train.offload_activations": True, "train.layout": "packed"}),
         slow({"train.layout": "packed", "train.gradient_accumulation_steps": 2, "train.batch_size": 2}),
         slow({"train.mixed_precision": "bf16", "train.tabulated_modulation": True}),
         slow({"train.lora.use_dora": True, "train.ema_decay": 0.9}),
@@ -63,7 +69,7 @@ def plain(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 )
 def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path], settings: dict[str, Any]) -> None:
     settings = {**EVERYTHING_RANDOM, **settings}
-    judge = plain(settings=settings)
+    judge = plain(settings={**settings, "train.offload_activations": False})
     found = train(settings=settings, train__offload_blocks=2)
     assert column(found, "loss") == column(judge, "loss")
     expected, weights = load_file(judge / LORA), load_file(found / LORA)
@@ -73,8 +79,10 @@ def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path],
 
 @pytest.mark.parametrize("kind", ["int8_convrot", "nf4", slow("int8"), slow("fp8"), slow("fp8_w8a8")])
 def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
-    judge = plain(model__quantization=kind)
-    assert column(train(model__quantization=kind, train__offload_blocks=2), "loss") == column(judge, "loss")
+    """Of a block that is recomputed, and of one that is not."""
+    settings = {"model__quantization": kind, "train__gradient_checkpointing": 2}
+    judge = plain(**settings)
+    assert column(train(**settings, train__offload_blocks=2), "loss") == column(judge, "loss")
 
 
 @pytest.mark.slow
@@ -99,19 +107,34 @@ def test_validation_and_going_on(train: Trainer, plain: Callable[..., Path]) -> 
 # ---- where the weights are -------------------------------------------------------------------------------------------
 
 
-def transformer(layers: int, offloaded: int) -> Any:
+def transformer(layers: int, offloaded: int, *settings: str) -> Any:
     torch.manual_seed(0)
     model = QwenImageMultiResTransformer2DModel(**{**TINY, "num_layers": layers})
-    prepare_for_training(model.requires_grad_(False), load_config(None).train)
+    prepare_for_training(model.requires_grad_(False), load_config(None, settings).train)
     return placement.offload_blocks(model, offloaded, CPU) if offloaded else model
 
 
-def step(model: Any) -> torch.Tensor:
+def loss_of(model: Any, height: int = 4) -> torch.Tensor:
     torch.manual_seed(1)
-    image, text = torch.randn(2, 24, TINY["in_channels"]), torch.randn(2, 7, TINY["joint_attention_dim"])
-    loss = model(image, text, None, torch.tensor([0.3, 0.9]), [(1, 4, 6)], return_dict=False)[0].square().mean()
+    image, text = torch.randn(2, 6 * height, TINY["in_channels"]), torch.randn(2, 7, TINY["joint_attention_dim"])
+    output: torch.Tensor = model(image, text, None, torch.tensor([0.3, 0.9]), [(1, height, 6)], return_dict=False)[0]
+    return output.square().mean()
+
+
+def step(model: Any) -> torch.Tensor:
+    loss = loss_of(model)
     loss.backward()
     return loss.detach()
+
+
+def gradients_of(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_same_gradients(model: Any, judge: Any) -> None:
+    found, expected = gradients_of(model), gradients_of(judge)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in found.items())
 
 
 @pytest.mark.parametrize("offloaded", [slow(1), slow(2), 3, slow(7)])
@@ -136,8 +159,7 @@ def test_at_most_two_blocks_are_on_the_device(offloaded: int) -> None:
     )
     assert len(places) == min(offloaded, 2)
     assert sum(size for _, size in places) <= 2 * (largest + ALIGNMENT * len(slots))
-    gradients = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if p.requires_grad)
+    assert_same_gradients(model, plain)
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 679_600_128, 2**30, 2**30 + 1])
@@ -161,6 +183,12 @@ def test_a_copy_is_under_way_before_its_block_computes(monkeypatch: pytest.Monke
     step(model)
     there, back = ["copy 0", "copy 1", "run 0", "copy 2", "run 1", "run 2"], ["run 2", "copy 0", "run 1", "run 0"]
     assert events == [*there, *back]
+    kept = transformer(3, 3, "train.gradient_checkpointing=false")
+    for i, block in enumerate(kept.transformer_blocks):
+        block.img_norm1.register_full_backward_hook(lambda *_, i=i: events.append(f"back {i}"))
+    events.clear()
+    step(kept)
+    assert events == ["copy 0", "copy 1", "copy 2", "back 2", "copy 0", "back 1", "back 0"]
 
 
 def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
@@ -168,6 +196,56 @@ def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
     for name, parameter in transformer(6, 3).named_parameters():
         waits = name.startswith(("transformer_blocks.0.", "transformer_blocks.2.", "transformer_blocks.4."))
         assert parameter.device.type == ("meta" if waits and not parameter.requires_grad else "cpu"), name
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def test_activations_come_back_from_as_much_host_memory_as_is_predicted() -> None:
+    """It is kept, and serves smaller batches; those of the last block stay on the device."""
+    settings = ["train.offload_activations=true", "train.mixed_precision='no'", "train.layout=padded"]
+    model, plain = transformer(5, 0, *settings), transformer(5, 0)
+    for height in (4, 2, 4):
+        for each in (model, plain):
+            loss_of(each, height).backward()
+    assert_same_gradients(model, plain)
+    host = [memory for memory, _ in model.offloaded_inputs.memory]
+    config = {**model.config, "_class_name": "QwenImageTransformer2DModel"}
+    predicted = host_bytes(config, load_config(None, settings), [SampleSize(((1, 4, 6),), 7)] * 2)
+    assert len(host) == 4
+    assert sum(len(piece) for memory in host for piece in memory.pieces) == pytest.approx(predicted, rel=0.02)
+
+
+def test_activations_of_several_passes_at_once() -> None:
+    """Two forward passes before their backward passes; and one without a backward pass."""
+    model, plain = transformer(4, 4, "train.offload_activations=true"), transformer(4, 0)
+    for each in (model, plain):
+        loss_of(each, 2)
+        first, second = loss_of(each), loss_of(each, 3)
+        first.backward()
+        second.backward()
+    assert_same_gradients(model, plain)
+
+
+def test_the_device_has_the_activations_of_two_blocks() -> None:
+    """While a block is recomputed, its own and those of the block before; in the forward pass its own."""
+    model, here = transformer(6, 0, "train.offload_activations=true"), list[int]()
+    passes: list[Any] = []
+    enter = OffloadedInputs.enter
+
+    def entered(inputs: OffloadedInputs, *arguments: Any, **named: Any) -> Any:
+        passes.append(enter(inputs, *arguments, **named))
+        return passes[-1]
+
+    def count(*_: Any) -> None:
+        here.append(sum(row is not None for each in passes for row in each.rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OffloadedInputs, "enter", entered)
+        for block in model.transformer_blocks:
+            block.attn.register_forward_pre_hook(count)
+        step(model)
+    assert here == [2] * 11 + [0], "image and text of one block, beside those that the recomputed block has taken"
 
 
 # ---- what it saves, and what is refused ------------------------------------------------------------------------------
@@ -197,9 +275,10 @@ def test_host_memory_is_predicted() -> None:
     [
         ({"train__method": "full"}, "train.method=full"),
         ({"train__fsdp": True}, "train.fsdp=true"),
-        ({"train__compile": True}, "train.compile=true"),
-        ({"train__gradient_checkpointing": 2}, "train.gradient_checkpointing=2"),
-        ({"train__gradient_checkpointing": False}, "train.gradient_checkpointing=false"),
+        (
+            {"train__gradient_checkpointing": False, "train__offload_activations": True},
+            "train.offload_activations and train.gradient_checkpointing=false exclude each other",
+        ),
         (
             {"train__offload_blocks": 3},
             "train.offload_blocks exceeds the number of blocks (expected at most 2, found 3)",

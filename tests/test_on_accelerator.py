@@ -47,6 +47,7 @@ LOSS = 1e-2
 LAYERS = 4
 SETTINGS = {"train.max_steps": 2, "train.batch_size": 2, "logging.report_to": "none", "train.mixed_precision": "bf16"}
 TABLE, OFFLOAD = {"train.tabulated_modulation": True}, {"train.offload_blocks": LAYERS}
+ACTIVATIONS: dict[str, Any] = {"train.offload_activations": True}
 KINDS: dict[str, dict[str, Any]] = {
     "none": {},
     **{kind: {"model.quantization": kind} for kind in ("int8_convrot", "fp8", "nf4")},
@@ -320,6 +321,46 @@ def test_equal_settings_give_equal_losses(matrix_reports: dict[str, Report]) -> 
         assert matrix_reports[name]["losses"] == matrix_reports[name.removesuffix(" offload")]["losses"], name
 
 
+KEPT = {"train.gradient_checkpointing": 2}
+HOST: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "every second block": (KEPT, {"blocks": OFFLOAD, "both": {**OFFLOAD, **ACTIVATIONS}}),
+    "every block kept, padded, int8_convrot": (
+        {"train.gradient_checkpointing": False, "train.layout": "padded", "model.quantization": "int8_convrot"},
+        {"blocks": OFFLOAD},
+    ),
+    "every block recomputed": ({}, {"activations": ACTIVATIONS, "both": {"train.offload_blocks": 3, **ACTIVATIONS}}),
+    "padded, full, accumulated": (
+        {"train.layout": "padded", "train.method": "full", "train.gradient_accumulation_steps": 2},
+        {"activations": ACTIVATIONS},
+    ),
+    "compiled": ({"train.compile": True}, {"blocks": OFFLOAD, "both": {**OFFLOAD, **ACTIVATIONS}}),
+    "compiled, every second block, nf4": (
+        {"train.compile": True, "model.quantization": "nf4", **KEPT},
+        {"blocks": OFFLOAD},
+    ),
+}
+"""Settings, and what may be in host memory with them."""
+
+
+@pytest.fixture(scope="module")
+def host_reports(folder: Path, deep: Path, built: Callable[..., Path]) -> dict[str, Report]:
+    cases = {name: settings for name, (settings, _) in HOST.items()}
+    cases |= {f"{name}: {host}": {**HOST[name][0], **HOST[name][1][host]} for name in HOST for host in HOST[name][1]}
+    cache = built("edit-plus")
+    jobs = {name: training(cache, deep, folder / "host" / name, settings) for name, settings in cases.items()}
+    return run_jobs(folder / "host jobs", jobs)
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_nothing_depends_on_what_is_in_host_memory(name: str, host_reports: dict[str, Report]) -> None:
+    """Blocks that are compiled, or whose activations are kept, and activations: no race, no further wait."""
+    plain = done(host_reports[name])
+    for host in HOST[name][1]:
+        report = done(host_reports[f"{name}: {host}"])
+        assert report["losses"] == plain["losses"], host
+        assert waits(report["waits"][1]) == WAITS, host
+
+
 @pytest.fixture(scope="module")
 def other_runs(folder: Path, cpu_caches: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> dict[str, Report]:
     """Everything else that a step or a run can do."""
@@ -366,6 +407,8 @@ def test_faults_are_reported(folder: Path, deep: Path, built: Callable[..., Path
         "weights used before they arrive": ("race", OFFLOAD),
         "weights replaced while they are used": ("race", OFFLOAD),
         "memory of a batch reused at once": ("race", {}),
+        "activations used before they arrive, and freed before they left": ("race", ACTIVATIONS),
+        "activations copied before they are computed": ("race", ACTIVATIONS),
         "noise left on the CPU": ("mixed", {}),
         "noise on the other device": ("mixed", {}),
     }
@@ -435,6 +478,14 @@ WIDE: dict[str, dict[str, Any]] = {
         "train.offload_blocks": 8,
     },
     "every second block": {"train.gradient_checkpointing": 2, "train.layout": "padded"},
+    "every second block, all offloaded": {"train.gradient_checkpointing": 2, "train.offload_blocks": 8},
+    "activations offloaded": ACTIVATIONS,
+    "activations of every second block offloaded, padded, fp8": {
+        **ACTIVATIONS,
+        "train.gradient_checkpointing": 2,
+        "train.layout": "padded",
+        "model.quantization": "fp8",
+    },
     "full, EMA, accumulation": {"train.method": "full", "train.ema_decay": 0.9, "train.gradient_accumulation_steps": 2},
 }
 

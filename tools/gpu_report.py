@@ -65,7 +65,7 @@ PARTS = (
     Part("attention", "Attention", "attention", 5),
     Part("step/products", "Training step, 8-bit products", "steps", 9),
     Part("step/fp8", "Training step, fp8", "steps", 4),
-    Part("step/offload", "Training step, offloaded blocks", "steps", 6),
+    Part("step/offload", "Training step, offloaded blocks and activations", "steps", 12),
     Part("tests", "Tests that need a GPU", "checks", 8),
     Part("encode", "Encoding", "encode", 5),
     Part("step/nf4", "Training step, nf4", "steps", 4),

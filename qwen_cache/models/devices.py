@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -175,13 +174,14 @@ class WaitingBlocks:
             self.slots.append(slots)
             self.in_host_memory.append(HostBlock(weights, pinned=has_streams(device)))
 
-    def attach(self, order: Order) -> None:
+    def attach(self, order: Order) -> OffloadedBlocks:
         """Let each block take its weights when it computes. Outside of its pass a weight has no data: on "meta"."""
         offloaded = OffloadedBlocks(self.in_host_memory, self.device, order)
         for i, (block, slots) in enumerate(zip(self.blocks, self.slots, strict=True)):
             set_parameters(slots, self.in_host_memory[i].without_data)
             block.register_forward_pre_hook(functools.partial(_enter, offloaded, i, slots))
             block.register_forward_hook(functools.partial(_leave, offloaded, i, slots), always_call=True)
+        return offloaded
 
 
 def frozen_slots(block: nn.Module) -> Iterator[ParameterSlot]:
@@ -210,22 +210,45 @@ def _leave(offloaded: OffloadedBlocks, i: int, slots: Sequence[ParameterSlot], *
 # ---- a block in host memory ------------------------------------------------------------------------------------------
 
 
+class HostMemory:
+    """Consecutive bytes in host memory, in pieces that are pinned without much loss."""
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size = size
+        self.pieces = [torch.empty(piece, dtype=torch.uint8, pin_memory=pinned) for piece in piece_sizes(size)]
+
+    def copy_from(self, memory: Tensor, begin: int = 0) -> None:
+        """Begin to copy the bytes of `memory` to those from `begin` on."""
+        for piece, values in self._pairs(memory, begin):
+            piece.copy_(values, non_blocking=True)
+
+    def copy_to(self, memory: Tensor, begin: int = 0) -> None:
+        """Begin to copy the bytes from `begin` on into `memory`, as many as it has."""
+        for piece, values in self._pairs(memory, begin):
+            values.copy_(piece, non_blocking=True)
+
+    def _pairs(self, memory: Tensor, begin: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parts of pieces and of `memory` that belong together."""
+        end, of_piece = begin + len(memory), 0
+        for piece in self.pieces:
+            first, last = max(begin, of_piece), min(end, of_piece + len(piece))
+            if first < last:
+                yield piece[first - of_piece : last - of_piece], memory[first - begin : last - begin]
+            of_piece += len(piece)
+
+
 class HostBlock:
-    """The frozen weights of a block as consecutive bytes in host memory, cut into pieces."""
+    """The frozen weights of a block as consecutive bytes in host memory."""
 
     def __init__(self, weights: Sequence[Tensor], *, pinned: bool) -> None:
-        self.without_data = [map_tensors(weight, _on_meta) for weight in weights]
+        self.without_data = [_frozen(map_tensors(weight, _on_meta)) for weight in weights]
         """The weights on "meta": their shapes and dtypes."""
         flat = torch.empty(self.size, dtype=torch.uint8)
         for copy, weight in zip(self.weights_in(flat), weights, strict=True):
             for to, tensor in zip(inner_tensors(copy), inner_tensors(weight), strict=True):
                 to.copy_(tensor)
-        sizes = piece_sizes(self.size)
-        self.pieces = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-        begins = itertools.accumulate(sizes, initial=0)
-        for piece, begin in zip(self.pieces, begins, strict=False):
-            values = flat[begin : begin + len(piece)]
-            piece[: len(values)] = values
+        self.memory = HostMemory(self.size, pinned=pinned)
+        self.memory.copy_from(flat)
 
     @cached_property
     def begins(self) -> list[int]:
@@ -242,7 +265,10 @@ class HostBlock:
         return self.begins[-1]
 
     def weights_in(self, memory: Tensor) -> list[Tensor]:
-        """The weights as views of `memory`, whose first bytes are those of this block."""
+        """The weights as views of `memory`, whose first bytes are those of this block.
+
+        They are parameters, as those of other blocks are: a compiled block would need another graph for plain tensors.
+        """
         begins = iter(self.begins)
 
         def view(tensor: Tensor) -> Tensor:
@@ -250,15 +276,11 @@ class HostBlock:
             data = memory[begin : begin + tensor.numel() * tensor.element_size()]
             return data.view(tensor.dtype).view(tensor.shape)
 
-        return [map_tensors(weight, view) for weight in self.without_data]
+        return [_frozen(map_tensors(weight.data, view)) for weight in self.without_data]
 
     def copy_to(self, memory: Tensor) -> None:
         """Begin to copy the bytes into the first ones of `memory`."""
-        begin = 0
-        for piece in self.pieces:
-            end = min(begin + len(piece), self.size)
-            memory[begin:end].copy_(piece[: end - begin], non_blocking=True)
-            begin = end
+        self.memory.copy_to(memory[: self.size])
 
 
 def inner_tensors(weight: Tensor) -> list[Tensor]:
@@ -279,6 +301,14 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def _layout(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _frozen(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
 # ---- two blocks on the device ----------------------------------------------------------------------------------------
 
 
@@ -290,6 +320,35 @@ class Buffer:
     block: int = -1
     arrived: Any = None
     """The event of the copy; None without streams."""
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The offset of a tensor in this memory, in bytes; None for a tensor elsewhere."""
+        storage = tensor.untyped_storage()
+        if storage.device != self.memory.device or storage.data_ptr() != self.memory.data_ptr():
+            return None
+        return int(tensor.storage_offset()) * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class SavedWeight:
+    """A weight, or a view of one, that autograd saves in the forward pass of an offloaded block: where it is in it."""
+
+    blocks: OffloadedBlocks
+    block: int
+    layout: Tensor
+    """On "meta"."""
+    places: tuple[int, ...]
+    """The offset of each of its tensors in the block, in bytes."""
+
+    def unpack(self) -> Tensor:
+        """The weight on the device, valid like those of `OffloadedBlocks.take`."""
+        memory, places = self.blocks.fetch(self.block).memory, iter(self.places)
+
+        def view(tensor: Tensor) -> Tensor:
+            data, begin = memory.view(tensor.dtype), next(places) // tensor.element_size()
+            return data.as_strided(tensor.shape, tensor.stride(), begin)
+
+        return map_tensors(self.layout, view)
 
 
 class OffloadedBlocks:
@@ -310,9 +369,22 @@ class OffloadedBlocks:
     def take(self, i: int) -> list[Tensor]:
         """The weights of block `i` on the device, valid until the block after the next; begins to copy the next one.
 
-        A buffer is free by then, in training too: autograd finishes the backward pass of a block before it recomputes
-        the one before.
+        A buffer is free by then, in training too: autograd finishes the backward pass of a block before it begins that
+        of the one before, or recomputes it.
         """
+        return self.blocks[i].weights_in(self.fetch(i).memory)
+
+    def saved(self, tensor: Tensor) -> SavedWeight | None:
+        """What to save in place of a tensor for the backward pass; None for one that is no weight in a buffer."""
+        for buffer in self.buffers:
+            places = [buffer.place_of(inner) for inner in inner_tensors(tensor)]
+            if None not in places:
+                layout = map_tensors(tensor.detach(), _layout)
+                return SavedWeight(self, buffer.block, layout, tuple(places))  # type: ignore[arg-type]
+        return None
+
+    def fetch(self, i: int) -> Buffer:
+        """The buffer with block `i`; begins to copy the next one into the other. It may be fetched again."""
         buffer = self._buffer_of(i) or self._copy(i, self.buffers[0])
         if buffer.arrived is not None:
             self._computing().wait_event(buffer.arrived)
@@ -320,7 +392,7 @@ class OffloadedBlocks:
         if self._buffer_of(following) is None:
             self._copy(following, next(other for other in self.buffers if other is not buffer))
         self.last = i
-        return self.blocks[i].weights_in(buffer.memory)
+        return buffer
 
     def _buffer_of(self, i: int) -> Buffer | None:
         return next((buffer for buffer in self.buffers if buffer.block == i), None)

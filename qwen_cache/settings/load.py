@@ -400,6 +400,7 @@ OTHER_NAMES = {
     "train.batch_size": ("train_batch_size",),
     "model.quantization": ("fp8", "fp8_base", "quantize"),
     "train.offload_blocks": ("blocks_to_swap",),
+    "train.offload_activations": ("enable_activation_offloading", "gradient_checkpointing_cpu_offload"),
     "train.timestep_shift": ("discrete_flow_shift", "flow_shift"),
     "train.assistant_lora": ("assistant_lora_path",),
     "train.caches": ("teacher", "diff_output_preservation", "prior_preservation"),

@@ -412,8 +412,11 @@ class TrainConfig(BatchConfig):
     """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block. auto: as
     many blocks as the GPU's memory asks for."""
     offload_blocks: NotNegative = 0
-    """Blocks that stay in host memory until they compute; for LoRA with gradient checkpointing. Two of them fit on the
-    device at once, so memory is saved from 3 on."""
+    """Blocks that stay in host memory until they compute; for LoRA. Two of them fit on the device at once, so memory is
+    saved from 3 on."""
+    offload_activations: bool = False
+    """Keep what gradient checkpointing saves, the inputs of the recomputed blocks, in host memory until the backward
+    pass: for long edits and large batches."""
     tabulated_modulation: bool = False
     """Read the modulation from a table, computed once, instead of loading its weights (a third of a 20B model). LoRA in
     bfloat16 only; not for Qwen-Image-2.1."""

@@ -90,6 +90,7 @@ TITLES = {
     "train.gradient_accumulation_steps": "Gradient accumulation (batches)",
     "train.gradient_checkpointing": "Gradient checkpointing",
     "train.offload_blocks": "Blocks in host memory",
+    "train.offload_activations": "Activations in host memory",
     "train.tabulated_modulation": "Tabulated modulation",
     "train.compile": "Compile",
     "train.quantized_backward": "Backward pass in 8 bits",

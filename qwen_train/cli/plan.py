@@ -129,7 +129,7 @@ def print_plan(report: dict[str, Any]) -> None:
             f"{100 * choice['time']:.0f} % of the time with all"
         )
     if report["host_memory"]:
-        out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for the offloaded blocks, pinned")
+        out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for what is offloaded, pinned")
     steps = report["steps"]
     of_samples = (
         f"{steps['max_steps']:,} steps of {plural(steps['per_step'], 'sample')}, {plural(steps['images'], 'image')}"

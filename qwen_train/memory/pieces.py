@@ -168,7 +168,8 @@ def key_of(transformer: dict[str, Any], settings: Config, device: Device) -> dic
         "depths": depths(transformer, settings),
         "device": device,
         "quantization": settings.model.quantization,
-        "train": {name: getattr(train, name) for name in OF_TRAINING},
+        "train": {name: getattr(train, name) for name in OF_TRAINING}
+        | ({"offload_activations": True} if train.offload_activations else {}),
         "accumulated": train.gradient_accumulation_steps > 1,
         "lora": lora if train.method == "lora" else None,
         "guided": max(settings.validation.true_cfg_scale) > 1,

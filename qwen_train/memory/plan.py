@@ -83,7 +83,8 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
     family, image = family_of_transformer(transformer), workload.image
     choices = []
-    if settings.train.gradient_checkpointing == "auto" and not settings.train.offload_blocks:
+    offloads = settings.train.offload_blocks or settings.train.offload_activations
+    if settings.train.gradient_checkpointing == "auto" and not offloads:
         totals, layers = memory_by_blocks(transformer, settings, batch, image), int(transformer["num_layers"])
         counts = {layers * quarter // 4 for quarter in range(5)}
         counts |= {fewest_recomputed(totals, SAFE * capacity)} if capacity else set()
@@ -96,7 +97,7 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
         "largest_sample": tokens_of([largest], settings.train, family),
         "memory": {**asdict(memory), "total": memory.total},
-        "host_memory": host_bytes(transformer, settings),
+        "host_memory": host_bytes(transformer, settings, batch),
     } | ({"recomputed_blocks": choices} if choices else {})
     if capacity is None:
         return report

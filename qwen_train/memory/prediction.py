@@ -94,8 +94,8 @@ def predict_memory(
     generating -= memory.gradients  # there are none between steps
     frozen = memory.weights + assistant_bytes(settings.train, product_bytes(settings.train))
     memory = replace(memory, weights=frozen, activations=max(memory.activations, update, generating))
+    check_offload(settings, transformer)
     if settings.train.offload_blocks:
-        check_offload(settings, transformer)
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
         memory = replace(memory, weights=memory.weights - on_host * block_bytes(transformer, settings))
     if device == "cpu":
@@ -130,10 +130,27 @@ def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     return pieces.block(transformer, settings) + assistant // int(transformer["num_layers"])
 
 
-def host_bytes(transformer: dict[str, Any], settings: Config) -> int:
-    """The bytes of the offloaded blocks in host memory, which is pinned: it cannot be swapped."""
-    count = settings.train.offload_blocks
-    return count * sum(piece_sizes(block_bytes(transformer, settings))) if count else 0
+def host_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize] = ()) -> int:
+    """The bytes in host memory of the offloaded blocks, and of the offloaded activations of a step on `batch`.
+
+    They are pinned: they cannot be swapped.
+    """
+    train, total = settings.train, 0
+    if train.offload_blocks:
+        total += train.offload_blocks * sum(piece_sizes(block_bytes(transformer, settings)))
+    if train.offload_activations and batch:
+        every = 1 if train.gradient_checkpointing == "auto" else int(train.gradient_checkpointing)
+        stay = 1  # those of the last block
+        recomputed = -(-int(transformer["num_layers"]) // every)
+        total += (recomputed - stay) * sum(piece_sizes(input_bytes(transformer, settings, batch)))
+    return total
+
+
+def input_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
+    """The bytes of a block's inputs: a row for each token."""
+    width = int(transformer["num_attention_heads"] * transformer["attention_head_dim"])
+    family = family_of_transformer(transformer)
+    return tokens_of(batch, settings.train, family) * width * product_bytes(settings.train)
 
 
 def product_bytes(settings: TrainConfig) -> int:

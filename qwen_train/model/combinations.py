@@ -103,6 +103,14 @@ ALL_ON_DEVICE = "set train.offload_blocks=0"
 def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:
     """Raise ConfigError for settings, or a config.json, that offloading cannot be combined with."""
     settings, layers, name = config.train, transformer["num_layers"], "train.offload_blocks"
+    if settings.offload_activations and not settings.gradient_checkpointing:
+        raise ConfigError(
+            "train.offload_activations and train.gradient_checkpointing=false exclude each other: the inputs of "
+            "recomputed blocks are what is offloaded",
+            do="set train.gradient_checkpointing=true, or train.offload_activations=false",
+        )
+    if not settings.offload_blocks:
+        return
     quantised = (transformer.get("quantization_config") or {}).get("quant_method")
     if settings.offload_blocks > layers:
         raise ConfigError(
@@ -111,12 +119,7 @@ def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:
     excluded = {
         "train.method=full": (settings.method == "full", "trained weights stay on the device"),
         "train.fsdp=true": (settings.fsdp, "FSDP2 moves the weights itself"),
-        "train.compile=true": (settings.compile is True, "a compiled block holds on to its weights"),
         f"{quantised} weights": (quantised == "bitsandbytes", "weights saved by bitsandbytes cannot be moved"),
-        f"train.gradient_checkpointing={str(settings.gradient_checkpointing).lower()}": (
-            settings.gradient_checkpointing not in ("auto", 1),
-            "a block whose activations are kept keeps its weights on the device too",
-        ),
     }
     for setting, (given, reason) in excluded.items():
         if given:

@@ -20,6 +20,7 @@ from qwen_cache.models.devices import is_accelerator
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.model.attention import active_backend
+from qwen_train.model.saved_tensors import saving
 from qwen_train.model.segments import runs_flash
 
 GRAPHS = 32
@@ -142,7 +143,8 @@ def _forward(transformer: Any, run: Any, block: nn.Module, *arguments: Any, **st
     """The compiled block. A call of the stock model, which names its arguments, is not compiled: it has caches."""
     if stock:
         return type(block).forward(block, *arguments, **stock)
-    return run(block, block in transformer.recomputed_blocks, transformer.keeps_attention, *arguments)
+    with saving(transformer, block, arguments):
+        return run(block, block in transformer.recomputed_blocks, transformer.keeps_attention, *arguments)
 
 
 def is_of_compiler(error: RuntimeError) -> bool:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from qwen_cache.errors import ModelError, TrainError
 from qwen_cache.format.sample import ImgShapes
+from qwen_cache.models.devices import OffloadedBlocks
 from qwen_train.model.kernels import FLASH, Kernel
+from qwen_train.model.saved_tensors import OffloadedInputs
 
 Layout = Literal["padded", "packed"]
 
@@ -102,6 +104,12 @@ class MixedSizes:
     """Its attention processor."""
     UNREACHED: ClassVar[tuple[str, ...]]
     """Parameters of the last block that get no gradient."""
+    ROW_ARGUMENTS: ClassVar[int]
+    """The first arguments of a block, which are what the block before returns."""
+    offloaded_blocks: OffloadedBlocks | None = None
+    """The blocks of train.offload_blocks."""
+    offloaded_inputs: OffloadedInputs | None = None
+    """With train.offload_activations."""
     recomputed_blocks: Collection[torch.nn.Module] = ()
     """The blocks that gradient checkpointing recomputes."""
     keeps_attention: bool = True

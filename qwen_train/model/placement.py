@@ -40,7 +40,7 @@ def offload_blocks(transformer: Any, count: int, device: torch.device) -> Any:
     blocks = list(transformer.transformer_blocks)
     waiting = WaitingBlocks([blocks[i] for i in offloaded_indices(len(blocks), count)], device)
     transformer.to(device)
-    waiting.attach(there_and_back)
+    transformer.offloaded_blocks = waiting.attach(there_and_back)
     return transformer
 
 

@@ -361,6 +361,7 @@ class QwenImage21MultiResTransformer2DModel(MixedSizes, QwenImage21Transformer2D
     _stock_class = QwenImage21Transformer2DModel
     _block_class = QwenImage21MultiResTransformerBlock
     _processor_class = QwenImage21MultiResAttnProcessor
+    ROW_ARGUMENTS: ClassVar = 1
     UNREACHED: ClassVar = ()
 
     # diffusers reads the expected keys of config.json from this signature.

@@ -202,6 +202,7 @@ class QwenImageMultiResTransformer2DModel(MixedSizes, QwenImageTransformer2DMode
     _stock_class = QwenImageTransformer2DModel
     _block_class = QwenImageMultiResTransformerBlock
     _processor_class = QwenMultiResAttnProcessor
+    ROW_ARGUMENTS: ClassVar = 2
     # Nothing uses the text that the last block computes.
     UNREACHED: ClassVar = ("attn.add_q_proj.", "attn.norm_added_q.", "attn.to_add_out.", "txt_mlp.")
 

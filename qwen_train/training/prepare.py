@@ -400,7 +400,8 @@ def choose_recomputation(
     of_model, settings = start.model.transformer_config, config.train
     layers, capacity = len(transformer.transformer_blocks), total_memory(device)
     transformer.keeps_attention, count = False, len(transformer.recomputed_blocks)
-    if not count or capacity is None or not batches.cache.has_index or settings.fsdp or settings.offload_blocks:
+    offloads = settings.offload_blocks or settings.offload_activations
+    if not count or capacity is None or not batches.cache.has_index or settings.fsdp or offloads:
         return
     batch, image = largest_batch(batches.cache, batches.config, batches)[0], largest_image(start.validation_cache)
     try:

@@ -24,6 +24,8 @@ from qwen_train.memory.sizes import SampleSize
 from qwen_train.model import compilation, joint_row, segments
 from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Block
 from qwen_train.model.compilation import compile_blocks, with_compile
+from qwen_train.model.placement import offload_blocks
+from qwen_train.model.saved_tensors import OffloadedInputs
 from qwen_train.weights import checkpoint_blocks, freeze_unreached
 from tests.support import transformer_21_judge as judge_21
 from tests.support import transformer_judge as judge
@@ -114,6 +116,46 @@ def test_a_call_of_the_stock_model_is_not_compiled() -> None:
     with torch.no_grad():
         assert torch.equal(model(**batch, return_dict=False)[0], stock(**batch, return_dict=False)[0])
     assert not counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("family", "every", "blocks", "activations"),
+    [
+        ("20B", 1, 3, True),
+        slow("20B", 2, 2, True),
+        slow("20B", 0, 3, False),
+        slow("2.1", 1, 2, False),
+        slow("2.1", 2, 3, True),
+    ],
+)
+def test_blocks_in_host_memory_have_the_same_graphs_and_results(
+    family: str, every: int, blocks: int, activations: bool
+) -> None:
+    """To the bit, on the same kernels: compiled blocks read their weights from the two buffers, and what autograd saves
+    of them comes back for the backward pass. `every` n-th block is recomputed, 0 for none."""
+    its, lora = JUDGES[family]
+    specifications = CASES[family][:2]
+    runs, graphs = [], []
+    for offloaded, kept in ((0, None), (blocks, OffloadedInputs() if activations else None)):
+        torch.compiler.reset()
+        counters.clear()
+        model = its.multi_res_model(its.stock_model(), "packed")
+        adapted(model, lora)
+        freeze_unreached(model)
+        for parameter in model.parameters():  # at addresses for which a CPU chooses its kernels, as those of a buffer
+            parameter.data = parameter.data.clone()
+        checkpoint_blocks(model, range(0, 3, every) if every else ())
+        compile_blocks(model, backend="aot_eager")
+        model.offloaded_inputs = kept
+        if offloaded:
+            offload_blocks(model, offloaded, torch.device("cpu"))
+        runs.append([its.run_batched(model, its.random_samples(*each)) for each in specifications])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] > 0
+    for expected, found in zip(*runs, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found.outputs, expected.outputs, strict=True))
+        assert found.gradients.keys() == expected.gradients.keys()
+        assert all(torch.equal(found.gradients[name], each) for name, each in expected.gradients.items())
 
 
 @pytest.mark.slow

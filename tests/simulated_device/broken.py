@@ -16,6 +16,7 @@ import torch
 from .build import extension
 
 OFFLOADING = "qwen_cache/models/devices.py"
+ACTIVATIONS = "qwen_train/model/saved_tensors.py"
 
 
 @contextmanager
@@ -48,6 +49,10 @@ BROKEN: dict[str | None, Callable[[], AbstractContextManager[Any]]] = {
     None: nullcontext,
     "weights used before they arrive": lambda: waits_missing(OFFLOADING, default_stream=True),
     "weights replaced while they are used": lambda: waits_missing(OFFLOADING, default_stream=False),
+    "activations used before they arrive, and freed before they left": lambda: waits_missing(
+        ACTIVATIONS, default_stream=True
+    ),
+    "activations copied before they are computed": lambda: waits_missing(ACTIVATIONS, default_stream=False),
     "memory of a batch reused at once": lambda: batches_changed(reuse_memory),
     "noise left on the CPU": lambda: batches_changed(lambda batch, moved: replace(moved, noise=batch.noise)),
     "noise on the other device": lambda: batches_changed(

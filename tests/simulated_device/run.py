@@ -1,10 +1,10 @@
 """`python -m tests.simulated_device.run JOBS.json REPORTS.json`: run both programs on the simulated devices.
 
 JOBS.json is a list of `{"program": "qwen-train", "arguments": [...], "capacity": {"0": bytes}, "broken": name}`, the
-last two optional. REPORTS.json has for each job the exit code, the output, all events, the waits of each training step,
-the peaks of memory, the losses, and how often the variable-length kernel and convolutions ran. All jobs run in this
-process, so that it imports and compiles once; what an earlier job left in memory, such as diffusers' cached tables, is
-not counted.
+last two optional. Compiled blocks run their graphs operator by operator. REPORTS.json has for each job the exit code,
+the output, all events, the waits of each training step, the peaks of memory, the losses, and how often the variable-
+length kernel and convolutions ran. All jobs run in this process, so that it imports and compiles once; what an earlier
+job left in memory, such as diffusers' cached tables, is not counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def forget() -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from qwen_train.model import segments
+    from qwen_train.model import compilation, segments
+    from qwen_train.training import prepare
 
     from .broken import BROKEN
 
@@ -90,8 +92,13 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     backend.reset_peaks()
     backend.events.clear()
     steps, varlen_calls, convolutions = Steps(), backend.calls(VARLEN), backend.calls(CONVOLUTION)
-    flash = patch.object(segments, "runs_flash", lambda device: device.type == "simu", create=True)
-    with steps.watched(), flash, BROKEN[job.get("broken")](), backend.peaks_kept() as peaks:
+    flash = (patch.object(it, "runs_flash", lambda device: device.type == "simu") for it in (segments, compilation))
+    compiler = partial(compilation.compile_blocks, backend="aot_eager")
+    with ExitStack() as stack:
+        for each in (steps.watched(), *flash, patch.object(prepare, "compile_blocks", compiler)):
+            stack.enter_context(each)
+        stack.enter_context(BROKEN[job.get("broken")]())
+        peaks = stack.enter_context(backend.peaks_kept())
         result = call(job["program"], job["arguments"])
     waits = steps.waits()
     for device in range(simu.device_count()):

@@ -121,6 +121,7 @@ def for_training(config: dict[str, Any], settings: Config, card: Card, sigma: Te
     model.attention_kernel = kernel_of(settings.train, config["num_attention_heads"], card)
     if settings.train.compile is True:  # not "auto": each step says what it measures
         compile_blocks(model)
+        model.keeps_attention = not (settings.train.offload_blocks or settings.train.offload_activations)
     if settings.train.tabulated_modulation:
         model.time_text_embed.tables = [random_table(config, sigma)]
     if settings.train.offload_blocks:

@@ -18,7 +18,7 @@ from torch.utils._triton import has_triton
 
 from qwen_cache.settings.load import Config, load_config
 from qwen_train.data.batches import Batch
-from qwen_train.memory.prediction import RESERVED, Memory, attention_bytes, block_bytes, predict_memory
+from qwen_train.memory.prediction import RESERVED, Memory, attention_bytes, host_bytes, predict_memory
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.combinations import with_layout
 from qwen_train.training.loss import compute_loss
@@ -62,6 +62,7 @@ FP8, NF4, INT8 = "model.quantization=fp8", "model.quantization=nf4", "model.quan
 CONVROT, W8A8 = "model.quantization=int8_convrot", "model.quantization=fp8_w8a8"
 BACKWARD_IN_BF16 = "train.quantized_backward=false"
 COMPILED = "train.compile=true"
+ACTIVATIONS = "train.offload_activations=true"
 TABULATED = "train.tabulated_modulation=true"
 STEPS: dict[str, list[Step]] = {
     "bf16": [Step("1024²"), Step("512²", samples=(HALF,))],
@@ -81,6 +82,11 @@ STEPS: dict[str, list[Step]] = {
         Step("30 blocks offloaded", ("train.offload_blocks=30",)),
         Step("60 blocks offloaded", ("train.offload_blocks=60",)),
         Step("30 blocks offloaded, tabulated modulation", ("train.offload_blocks=30", TABULATED)),
+        Step("60 blocks offloaded, compiled", ("train.offload_blocks=60", COMPILED)),
+        Step("60 blocks offloaded, every second block", ("train.offload_blocks=60", "train.gradient_checkpointing=2")),
+        Step("activations offloaded", (ACTIVATIONS,)),
+        Step("60 blocks and activations offloaded, compiled", ("train.offload_blocks=60", ACTIVATIONS, COMPILED)),
+        Step("60 blocks and activations offloaded, × 4", ("train.offload_blocks=60", ACTIVATIONS), (SQUARE,) * 4),
     ],
     "tabulated": [Step("tabulated modulation", (TABULATED,))],
     "layouts": [
@@ -128,8 +134,8 @@ def measure(step: Step, card: Card) -> Row:
     check(settings, card)
     batch = [models.edit(step.family, card, *images, text=step.text) for images in step.samples]
     predicted = predict(config, settings, batch)
-    if settings.train.offload_blocks:
-        need_host_memory(settings.train.offload_blocks * block_bytes(config, settings), "offloading")
+    if on_host := host_bytes(config, settings, batch):
+        need_host_memory(on_host, "offloading")
     if fits(predicted, card):
         row = measure_blocks(config, settings, batch, predicted, card)
         row["seconds_whole"] = row["seconds"]
@@ -144,7 +150,7 @@ def measure(step: Step, card: Card) -> Row:
 def predict(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> Memory:
     """The memory of a step; compiled blocks that are recomputed keep their attention."""
     memory, layers = predict_memory(config, settings, batch), int(config["num_layers"])
-    if settings.train.compile is not True:
+    if settings.train.compile is not True or settings.train.offload_blocks or settings.train.offload_activations:
         return memory
     kept = len(recomputed_blocks(settings.train.gradient_checkpointing, layers)) * attention_bytes(
         config, settings, batch

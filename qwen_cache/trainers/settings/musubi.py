@@ -136,7 +136,7 @@ TRAINING: Table = {
     ),
     "seed": To("train.seed", whole),
     "gradient_checkpointing": To("train.gradient_checkpointing", is_on),
-    "gradient_checkpointing_cpu_offload": only(False, why="activations stay on the device"),
+    "gradient_checkpointing_cpu_offload": To("train.offload_activations", is_on),
     "gradient_accumulation_steps": To("train.gradient_accumulation_steps", whole),
     "mixed_precision": To("train.mixed_precision", one_of({"bf16": "bf16", "no": "no"}, "bf16 or float32 here")),
     "save_precision": "the LoRA is saved as it is trained; `qwen-train export --dtype` makes another",

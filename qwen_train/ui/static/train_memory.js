@@ -44,7 +44,7 @@ export class MemoryBar {
     const batch = plan.largest_batch;
     const facts = [
       `Largest batch: ${plural(batch.samples, "sample")}, ${batch.tokens.toLocaleString("en")} tokens.`,
-      plan.host_memory ? `Host memory: ${bytes(plan.host_memory)} for the offloaded blocks, pinned.` : "Host memory: no blocks are offloaded.",
+      plan.host_memory ? `Host memory: ${bytes(plan.host_memory)} for what is offloaded, pinned.` : "Host memory: nothing is offloaded.",
       plan.decode ? `With the VAE to decode its images beside it: ${bytes(plan.decode.total)} in all.` : "",
       plan.max_tokens ? `Largest batches that fit: train.max_tokens=${plan.max_tokens.toLocaleString("en")}.` : "",
     ].filter(Boolean);
