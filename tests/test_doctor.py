@@ -32,6 +32,7 @@ from qwen_cache import extras
 from qwen_cache.cli import doctor
 from qwen_cache.cli.doctor import Device, Torch
 from qwen_cache.extras import install_command
+from qwen_cache.models import hardware
 from qwen_cache.options import version_lines
 from qwen_cache.settings.sections import LoggingConfig
 
@@ -313,9 +314,9 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(nowhere))
     monkeypatch.setenv("HOME", str(nowhere))
-    monkeypatch.setattr(doctor, "MEMINFO", nowhere)
+    monkeypatch.setattr(hardware, "MEMINFO", nowhere)
     monkeypatch.setattr(doctor, "NVIDIA_GPUS", nowhere)
-    monkeypatch.setattr(doctor, "CONTAINER_LIMITS", (nowhere,))
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", (nowhere,))
     monkeypatch.setattr(extras.metadata, "requires", unknown)
     for name in ("sched_getaffinity", "sysconf_names"):
         monkeypatch.delattr(os, name, raising=False)
@@ -329,10 +330,10 @@ def test_an_odd_machine_is_no_reason_to_crash(tmp_path: Path, monkeypatch: pytes
 def test_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
     meminfo.write_text("MemTotal:       65536000 kB\nMemFree:  1 kB\nMemAvailable:   32768000 kB\n")
-    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
-    monkeypatch.setattr(doctor, "CONTAINER_LIMITS", (limit,))
+    monkeypatch.setattr(hardware, "MEMINFO", meminfo)
+    monkeypatch.setattr(hardware, "CONTAINER_LIMITS", (limit,))
     limit.write_text("max\n")
-    assert doctor.probe_memory() == (65_536_000 * 1024, 32_768_000 * 1024)
+    assert hardware.host_memory() == (65_536_000 * 1024, 32_768_000 * 1024)
     assert examined()["memory"]["status"] == "ok"
     limit.write_text(f"{8 * GB}\n")
     check = examined()["memory"]

@@ -3,10 +3,10 @@
     python tools/roofline.py [--json]
 
 One sample, frozen weights in bfloat16, a LoRA whose own products are left out. A step is the sum of three parts, each
-at the rate that a device reaches: products of matrices (forward, again where a block is recomputed, and for the
-gradient of the activations), attention, and the traffic of element-wise kernels. Left out: the host, which launches the
-kernels, the optimizer, the loss and the loading of data. So a step takes longer. Nothing is measured here; every
-assumption is a constant of this file.
+at the rate that a device reaches (`qwen_train/memory/cost.py`): products of matrices (forward, again where a block is
+recomputed, and for the gradient of the activations), attention, and the traffic of element-wise kernels. Left out: the
+host, which launches the kernels, the optimizer, the loss and the loading of data. So a step takes longer. Nothing is
+measured here.
 """
 
 from __future__ import annotations
@@ -15,31 +15,21 @@ import argparse
 import json
 from typing import NamedTuple
 
+from qwen_train.memory.cost import BACKWARD, CARDS, FORWARD, UNITS
+
 
 class Device(NamedTuple):
-    """The rates that a device reaches."""
+    """The rates that a device reaches, as in `qwen_train/memory/cost.py`."""
 
     products: float  # FLOP/s, bfloat16
     attention: tuple[float, float]  # FLOP/s, flash attention: forward and backward
     memory: float  # bytes/s
 
 
-SHARE = 0.85  # of a data sheet's memory bandwidth, assumed: the H100 reaches 0.88 of its 3.35e12
 DEVICES = {
-    # Products and memory: measured, docs/gpu/NVIDIA-H100-80GB-HBM3.md. Attention of 4,608 tokens: pytorch #142132, the
-    # default; backward: FlashAttention-2 in figures of the FlashAttention-3 paper (arXiv 2407.08608).
-    "H100": Device(760e12, (329e12, 310e12), 2.964e12),
-    # Products: 0.9 of the data sheets' 165 and 71 TFLOP/s (float32 sums); attention: about that, backward a little
-    # less. All assumed, none measured. Memory: data sheets, 1,008 and 936 GB/s.
-    "RTX 4090": Device(150e12, (150e12, 130e12), 1.008e12 * SHARE),
-    "RTX 3090": Device(64e12, (60e12, 52e12), 0.936e12 * SHARE),
+    name: Device(CARDS[name].products, CARDS[name].attention, CARDS[name].bandwidth)
+    for name in ("H100", "RTX 4090", "RTX 3090")
 }
-UNITS = {  # `python tools/bench_graph.py`, forward and backward: tokens x width x 2 bytes in a block
-    "eager": (123.5, 188.3),
-    "compiled": (51.0, 56.7),
-    "recomputed": (47.3, 116.7),
-}
-FORWARD, BACKWARD = 4, 10  # FLOPs of attention for a pair of tokens and a channel: 2 and 5 products
 IMAGE = 64 * 64  # tokens of 1024 x 1024 pixels
 
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 SHOWN_PACKAGES = (*IN_BUG_REPORTS, "safetensors")
 PROGRAMS = ("build", "train")  # the extras that most commands need
 TRACKERS = ("tensorboard", "wandb", "trackio", "aim", "comet_ml", "mlflow", "clearml", "dvclive", "swanlab")
-MEMINFO, NVIDIA_GPUS = Path("/proc/meminfo"), Path("/proc/driver/nvidia/gpus")
-CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 
 BLOCKS = 60
 OFFLOADED_BLOCK_BYTES = 680_000_000  # one of the blocks of the 20B transformer in bfloat16, pinned
@@ -121,6 +120,8 @@ def doctor(
 
 def examine(path: Path) -> list[Check]:
     """Every check, in the order in which to fix things."""
+    from qwen_cache.models.hardware import host_memory
+
     required, optional = requirements()
     return [
         Check("python", "ok", f"{platform.python_version()}, {sys.executable}, {platform.platform()}"),
@@ -128,7 +129,7 @@ def examine(path: Path) -> list[Check]:
         *check_extras(optional),
         check_trackers(),
         *check_accelerators(probe_torch(), probe_nvidia(), os.environ.get("CUDA_VISIBLE_DEVICES")),
-        check_memory(*probe_memory()),
+        check_memory(*host_memory()),
         Check("processors", "ok", plural(processors(), "core"), facts={"cores": processors()}),
         check_shards(path),
         *check_hub(),
@@ -305,16 +306,6 @@ def check_device(device: Device) -> Check:
 
 
 # ---- the host --------------------------------------------------------------------------------------------------------
-
-
-def probe_memory() -> tuple[int | None, int | None]:
-    """Bytes of memory in total and free, within the limit of the container where there is one."""
-    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in _lines(MEMINFO))}
-    total, free = (int(fields[name][0]) * 1024 if name in fields else None for name in ("MemTotal", "MemAvailable"))
-    if total is None and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    bounds = [int(line) for path in CONTAINER_LIMITS for line in _lines(path) if line.isdigit()]
-    return (total and min([total, *bounds])), (free and min([free, *bounds]))
 
 
 def check_memory(total: int | None, free: int | None) -> Check:

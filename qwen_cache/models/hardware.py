@@ -41,6 +41,8 @@ STATE = (
     "/sys/module/xe/srcversion",
     "/proc/self/cgroup",
 )
+MEMINFO = Path("/proc/meminfo")
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 NAME = re.compile(r"(cpu|meta|cuda|xpu|mps|hpu|npu|xla|mtia|privateuseone)(:(0|[1-9]\d*))?")
 """The names that torch has for devices; it may know more."""
 
@@ -65,6 +67,31 @@ def device_memory(name: str) -> int | None:
     return _ask_for_memory(name)
 
 
+def device_title(name: str) -> str | None:
+    """The name that its driver gives a device; None for another machine's, and where torch cannot say."""
+    if not is_accelerator_name(name) or name not in device_names():
+        return None
+    if sys.modules.get("torch") is None and sys.platform == "linux":
+        key = {"what": "title of a device", "device": name, **_state_of_machine()}
+        found: str | None = measured(key, lambda: _ask_for_title(name), quietly=True)
+        return found
+    return _ask_for_title(name)
+
+
+def host_memory() -> tuple[int | None, int | None]:
+    """Bytes of host memory in total and free, within the limit of the container where there is one."""
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in _lines(MEMINFO))}
+    total, free = (int(fields[name][0]) * 1024 if name in fields else None for name in ("MemTotal", "MemAvailable"))
+    if total is None and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    bounds = [int(line) for path in CONTAINER_LIMITS for line in _lines(path) if line.isdigit()]
+    return (total and min([total, *bounds])), (free and min([free, *bounds]))
+
+
+def _lines(path: Path) -> list[str]:
+    return (_content(str(path)) or "").splitlines()
+
+
 def _ask_for_names() -> list[str]:
     import torch
 
@@ -80,6 +107,15 @@ def _ask_for_memory(name: str) -> int | None:
     module = torch.get_device_module(torch.device(name))
     with suppress(AttributeError, RuntimeError):  # not for MPS, nor for some Intel GPUs
         return int(module.mem_get_info(torch.device(name))[1])
+    return None
+
+
+def _ask_for_title(name: str) -> str | None:
+    import torch
+
+    module = torch.get_device_module(torch.device(name))
+    with suppress(AttributeError, RuntimeError):
+        return str(module.get_device_name(torch.device(name)))
     return None
 
 

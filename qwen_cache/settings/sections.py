@@ -408,6 +408,12 @@ class TrainConfig(BatchConfig):
     """Optimizer steps."""
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
+    memory: Literal["manual", "auto"] = "manual"
+    """auto: the fastest of offloaded blocks, gradient checkpointing, compile and FSDP2 that fits the GPUs, in place of
+    these settings. manual: what they say."""
+    memory_quantization: list[Literal["int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"]] = []
+    """Values of model.quantization that memory=auto may choose as well, if the model is to be trained on rounded
+    weights; by default none, so that it changes no result."""
     gradient_checkpointing: Literal["auto"] | bool | Positive = True
     """Recompute activations in the backward pass: a third more time, much less memory. n: every nth block. auto: as
     many blocks as the GPU's memory asks for."""
@@ -478,6 +484,25 @@ class TrainConfig(BatchConfig):
     checkpoints_total_limit: NotNegative = 3
     """Number of newest checkpoints to keep, beside the one that `qwen-train best` proposes; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
+
+    @model_validator(mode="after")
+    def _chosen(self) -> Self:
+        """ConfigError for a setting that train.memory=auto would ignore, or that needs it."""
+        if self.memory == "manual" and self.memory_quantization:
+            do = "set train.memory=auto, or model.quantization"
+            raise ConfigError("train.memory_quantization is for train.memory=auto", found="train.memory=manual", do=do)
+        chosen = {"offload_blocks": self.offload_blocks == 0, "gradient_checkpointing": self._recomputes_by_default()}
+        for name, by_default in chosen.items():
+            if self.memory == "auto" and not by_default:
+                raise ConfigError(
+                    f"train.memory=auto chooses train.{name} itself",
+                    found=f"train.{name}={str(getattr(self, name)).lower()}",
+                    do=f"leave train.{name} out, or set train.memory=manual",
+                )
+        return self
+
+    def _recomputes_by_default(self) -> bool:
+        return self.gradient_checkpointing in ("auto", True)
 
 
 class MaskHeadConfig(Section):

@@ -88,6 +88,8 @@ TITLES = {
     "train.assistant_lora": "Assistant LoRA",
     "train.max_steps": "Training steps",
     "train.gradient_accumulation_steps": "Gradient accumulation (batches)",
+    "train.memory": "Memory of the GPU",
+    "train.memory_quantization": "Quantisations to choose from",
     "train.gradient_checkpointing": "Gradient checkpointing",
     "train.offload_blocks": "Blocks in host memory",
     "train.offload_activations": "Activations in host memory",

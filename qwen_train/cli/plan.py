@@ -18,6 +18,7 @@ from qwen_cache.options import (
     TEXT_ENCODER,
     TRANSFORMER,
     command,
+    flag,
     option,
 )
 from qwen_cache.settings.given import Given
@@ -26,6 +27,7 @@ from qwen_cache.terminal import FAULTS, human_bytes, plural, print_json, results
 if TYPE_CHECKING:
     from qwen_cache.settings.load import Config
     from qwen_train.data.samples import Planned, Samples
+    from qwen_train.memory.choice import Machine
 
 OTHERS = (
     "musubi-tuner's docs 16 (epochs, at 5e-5); DiffSynth-Studio 250 (repeat 50, 5 epochs, at 1e-4); "
@@ -38,14 +40,21 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 @command(
     page="howto/train-on-24gb.md",
-    examples=["qwen-train plan --gpu-memory 24GB", "qwen-train plan --set train.offload_blocks=20 --json"],
+    examples=[
+        "qwen-train plan --fit",
+        "qwen-train plan --gpu-memory 24GB",
+        "qwen-train plan --set train.offload_blocks=20 --json",
+    ],
 )
 def plan(
     cache: Given | None = READ_CACHE,
     model: Given | None = MODEL_PATH,
     transformer: Given | None = TRANSFORMER,
     text_encoder: Given | None = TEXT_ENCODER,
+    fit: bool = flag("--fit", DEVICES, "Name the fastest settings that fit, and the two next best."),
     gpu_memory: str | None = option(DEVICES, "The memory of the GPU, such as 24GB.", "SIZE"),
+    gpus: int | None = option(DEVICES, "For --fit: the number of GPUs.", "N", min=1),
+    host_memory: str | None = option(DEVICES, "For --fit: the memory of the host, such as 64GB.", "SIZE"),
     json: bool = JSON,
     config: Path | None = CONFIG,
     set_: list[str] | None = SET,
@@ -65,6 +74,10 @@ def plan(
     convert_without_pandas()
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
+    if not fit and (gpus is not None or host_memory is not None):
+        raise ConfigError("--gpus and --host-memory are for --fit", do="add --fit, or leave them out")
+    host = capacity_of(host_memory, "--host-memory") if host_memory else None
+    machine = machine_of(capacity, gpus, host) if fit else None
     samples = open_samples(settings)
     planned = Planned.of(samples, settings.train)
     settings = with_assistant(with_model_of_caches(settings, samples, ("transformer",)))
@@ -79,8 +92,32 @@ def plan(
     report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
     report |= decoding_in_training(settings, workload, capacity)
     report |= {"steps": steps_per_image(settings, samples, planned)}
+    report |= {"fit": memory.fit(settings, workload, machine)} if machine else {}
     (print_json if json else print_plan)(report)
-    return 0 if report.get("fits", True) else FAULTS
+    does_fit = bool(report["fit"]["choices"]) if machine else report.get("fits", True)
+    return 0 if does_fit else FAULTS
+
+
+def machine_of(capacity: int | None, gpus: int | None, host: int | None) -> Machine:
+    """The machine of `--fit`: this one, as far as the options say nothing else.
+
+    A size that is given counts whole; of a GPU here, as much as a run takes. ConfigError without either.
+    """
+    from qwen_cache.models.hardware import device_memory, device_names, device_title, host_memory
+    from qwen_train.memory.choice import Machine
+    from qwen_train.memory.cost import card_of
+    from qwen_train.memory.prediction import SAFE
+
+    if capacity is not None:
+        return Machine(card_of(None, capacity), capacity, host and host / (gpus or 1), gpus or 1)
+    names = device_names()[:-1]
+    memories = [size for name in names[:gpus] if (size := device_memory(name))]
+    if not memories or len(memories) < (gpus or 1):
+        do = "give its memory with --gpu-memory"
+        raise ConfigError("--fit is for GPUs, and this machine has too few that say how much memory they have", do=do)
+    free = host or SAFE * (host_memory()[1] or float("inf"))
+    count, memory = len(memories), min(memories)
+    return Machine(card_of(device_title(names[0]), memory), SAFE * memory, free / count, count)
 
 
 def steps_per_image(settings: Config, samples: Samples, planned: Planned) -> dict[str, Any]:
@@ -95,8 +132,8 @@ def steps_per_image(settings: Config, samples: Samples, planned: Planned) -> dic
     return {"max_steps": train.max_steps, "per_step": round(per_step, 1), "images": images, "per_image": per_image}
 
 
-def capacity_of(text: str) -> int:
-    """Bytes from `24GB` or `22.5 GiB`; ConfigError for other text."""
+def capacity_of(text: str, name: str = "--gpu-memory") -> int:
+    """Bytes from `24GB` or `22.5 GiB`; ConfigError for other text in the option `name`."""
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
     try:
@@ -104,7 +141,7 @@ def capacity_of(text: str) -> int:
     except ValidationError:
         size = 0
     if size < LEAST_MEMORY:
-        raise ConfigError("not the size of a GPU", where="--gpu-memory", expected="such as 24GB or 80GiB", found=text)
+        raise ConfigError("not a size of memory", where=name, expected="such as 24GB or 80GiB", found=text)
     return size
 
 
@@ -151,6 +188,8 @@ def print_plan(report: dict[str, Any]) -> None:
         verdict = "" if report["decode"].get("fits", True) else ", which does not fit"
         text = f"the VAE {of_vae}, an image {image}; on the GPU that trains, with the run {total}{verdict}"
         out.print(f"[bold]decode[/]         {text}")
+    if "fit" in report:
+        print_fit(report["fit"])
     if "fits" not in report:
         return
     verdict = "[bold green]fits[/]" if report["fits"] else "[bold red]does not fit[/]"
@@ -159,3 +198,24 @@ def print_plan(report: dict[str, Any]) -> None:
         out.print(f"largest batches that fit: train.max_tokens={report['max_tokens']}")
     for settings in report.get("do", []):
         out.print(f"would fit with {settings}")
+
+
+def print_fit(fit: dict[str, Any]) -> None:
+    """Print the fastest settings that fit, with what the next best cost; or the nearest."""
+    out = results(soft_wrap=True)
+    gpus = f"{plural(fit['gpus'], 'GPU')} with {human_bytes(fit['gpu_memory'])}" + (" each" if fit["gpus"] > 1 else "")
+    host = "" if fit["host_memory"] is None else f", {human_bytes(fit['host_memory'])} of host memory"
+    out.print(f"[bold]fit[/]            {gpus}{host}; seconds are computed for a {fit['card']}", highlight=False)
+    for number, row in enumerate(fit["choices"], 1):
+        slower = f", {row['seconds'] / fit['choices'][0]['seconds']:.2f} times the first" if number > 1 else ""
+        rounds = "" if row["same_result"] else "; changes the result"
+        out.print(f"  {number}. {row['words']}", highlight=False, markup=False)
+        out.print(f"     {_takes(row, fit)}, {row['seconds']:.3g} s a step{slower}{rounds}", highlight=False)
+    if fit["nearest"]:
+        out.print("  nothing fits; nearest is", highlight=False)
+        out.print(f"     {fit['nearest']['words']}: {_takes(fit['nearest'], fit)}", highlight=False, markup=False)
+
+
+def _takes(row: dict[str, Any], fit: dict[str, Any]) -> str:
+    host = f", {human_bytes(row['host_memory'])} of host memory" if row["host_memory"] else ""
+    return f"{human_bytes(row['memory'])}{host}, {row['recomputed_blocks']} of {fit['blocks']} blocks recomputed"

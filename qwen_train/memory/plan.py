@@ -24,20 +24,19 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig, TrainConfig
 from qwen_cache.terminal import human_bytes
 from qwen_train.data.samples import Planned, Samples, open_samples, open_validation_cache
+from qwen_train.memory.choice import COMPILE, Candidate, Machine, Open, candidates, choose
+from qwen_train.memory.cost import card_of
 from qwen_train.memory.prediction import (
     ACCELERATOR,
     FRAGMENTATION,
     SAFE,
     block_bytes,
     changed,
-    fewest_recomputed,
     host_bytes,
-    memory_by_blocks,
     predict_memory,
-    step_time,
 )
 from qwen_train.memory.sizes import SampleSize, tokens_of
-from qwen_train.model.combinations import class_name, with_layout
+from qwen_train.model.combinations import class_name, may_compile, with_layout
 
 FEWEST = -1
 """Placeholder for the smallest number of blocks that fits."""
@@ -85,13 +84,7 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     choices = []
     offloads = settings.train.offload_blocks or settings.train.offload_activations
     if settings.train.gradient_checkpointing == "auto" and not offloads:
-        totals, layers = memory_by_blocks(transformer, settings, batch, image), int(transformer["num_layers"])
-        counts = {layers * quarter // 4 for quarter in range(5)}
-        counts |= {fewest_recomputed(totals, SAFE * capacity)} if capacity else set()
-        choices = [
-            {"blocks": count, "memory": totals[count], "time": round(step_time(transformer, settings, batch, count), 3)}
-            for count in sorted(counts)
-        ]
+        choices = by_recomputed_blocks(settings, workload, capacity)
     memory = predict_memory(transformer, settings, batch, image=image)
     report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
@@ -104,6 +97,67 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     most = most_tokens(transformer, settings, largest, capacity)
     report |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
     return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity, image)}
+
+
+def by_recomputed_blocks(settings: Config, workload: Workload, capacity: int | None) -> list[dict[str, Any]]:
+    """Memory, and time relative to all blocks recomputed, for each quarter of the blocks and for as many as a run with
+    train.gradient_checkpointing=auto recomputes on a GPU with this capacity."""
+    layers, size = int(workload.transformer["num_layers"]), float("inf") if capacity is None else capacity
+    machine = Machine(card_of(None, size), SAFE * size)
+    compiles = may_compile(settings.train) if settings.train.compile == "auto" else settings.train.compile
+    settings = changed(settings, {COMPILE: compiles})
+    found = list(candidates(workload.transformer, settings, workload.batch, machine, Open({}), workload.image))
+    choice = choose(found, settings, machine)
+    counts = {layers * quarter // 4 for quarter in range(5)}
+    counts |= set() if capacity is None else {(choice.best[0] if choice.best else choice.nearest).recomputed}
+    by_count = {each.recomputed: each for each in found if not each.keeps_attention}
+    return [
+        {
+            "blocks": count,
+            "memory": by_count[count].memory,
+            "time": round(by_count[count].seconds / by_count[layers].seconds, 3),
+        }
+        for count in sorted(counts)
+    ]
+
+
+SHOWN = 3
+"""The candidates of `plan --fit`: the fastest, and the two next best."""
+
+
+def fit(settings: Config, workload: Workload, machine: Machine) -> dict[str, Any]:
+    """The fastest settings that fit, one of each kind, as a JSON value; the nearest where none does.
+
+    The fastest that leaves the result the same is always one of them, if there is any.
+    """
+    settings, transformer = with_layout(settings, ACCELERATOR), workload.transformer
+    left_open = Open.of_plan(settings, machine, transformer)
+    found = list(candidates(transformer, settings, workload.batch, machine, left_open, workload.image))
+    choice = choose(found, settings, machine)
+    shown = choice.best[:SHOWN]
+    exact = [each for each in choice.best if each.is_exact(settings)]
+    shown += exact[:1] if not any(each in shown for each in exact) else []
+
+    def row(each: Candidate) -> dict[str, Any]:
+        return {
+            "settings": each.changes(settings),
+            "words": each.words(settings),
+            "memory": each.memory,
+            "host_memory": each.host_memory * machine.gpus,
+            "recomputed_blocks": each.recomputed,
+            "seconds": round(each.seconds, 3),
+            "same_result": each.is_exact(settings),
+        }
+
+    return {
+        "card": machine.card,
+        "gpus": machine.gpus,
+        "gpu_memory": int(machine.memory),
+        "host_memory": None if machine.host_memory is None else int(machine.host_memory * machine.gpus),
+        "blocks": int(transformer["num_layers"]),
+        "choices": [row(each) for each in shown],
+        "nearest": None if choice.best else row(choice.nearest),
+    }
 
 
 def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSize, capacity: int) -> int | None:

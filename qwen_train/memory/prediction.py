@@ -172,19 +172,6 @@ SAFE = 0.92
 """The share of the device's memory that a choice by itself may take: predictions were up to 6 % too low."""
 
 
-def memory_by_blocks(
-    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], image: SampleSize | None = None
-) -> list[int]:
-    """The total memory if 0, 1, … or all blocks are recomputed; linear in those that are not."""
-    totals = [
-        predict_memory(transformer, changed(settings, {"train.gradient_checkpointing": each}), batch, image=image).total
-        for each in (True, False)
-    ]
-    layers, (least, most) = int(transformer["num_layers"]), totals
-    further = max(1, layers - 1)  # beside the one that is being recomputed
-    return [most, *(least + (most - least) * (layers - count) // further for count in range(1, layers + 1))]
-
-
 def attention_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
     """The output of a block's attention and its log-sum-exp, in float32."""
     tokens = tokens_of(batch, settings.train, family_of_transformer(transformer))
@@ -192,29 +179,6 @@ def attention_bytes(transformer: dict[str, Any], settings: Config, batch: Sequen
     return tokens * heads * (size * product_bytes(settings.train) + 4)
 
 
-def fewest_recomputed(memory: Sequence[int], capacity: float) -> int:
-    """The smallest number of recomputed blocks that fits; all if none does."""
-    return next((count for count, total in enumerate(memory) if total <= capacity), len(memory) - 1)
-
-
 def spread(count: int, layers: int) -> list[int]:
     """The indices of as many blocks, evenly."""
     return [layers * i // count for i in range(count)]
-
-
-def step_time(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], count: int) -> float:
-    """The time of a step in which `count` blocks are recomputed, relative to one in which all are.
-
-    By floating-point operations of the blocks: a forward pass, its repetition, and the backward pass, which takes as
-    many for the linear layers as the forward pass (twice as many where they are trained) and 2.5 times as many for
-    attention (Dao, FlashAttention-2, arXiv 2307.08691, section 4.1). Attention counts as if each token saw all of its
-    sample.
-    """
-    family, layers = family_of_transformer(transformer), int(transformer["num_layers"])
-    tokens = [tokens_of([sample], settings.train, family) for sample in batch]
-    width = int(transformer["num_attention_heads"] * transformer["attention_head_dim"])
-    of_linears = 2 * (13 if family.joint_sequence else 12) * width * width * sum(tokens)
-    of_attention = 4 * width * sum(n * n for n in tokens)
-    forward = of_linears + of_attention
-    backward = (2 if settings.train.method == "full" else 1) * of_linears + 2.5 * of_attention
-    return (forward * (1 + count / layers) + backward) / (2 * forward + backward)

@@ -15,6 +15,18 @@ from qwen_cache.models.hardware import Kind, is_accelerator_name
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
+def check_combination(config: Config, transformer: Mapping[str, Any], processes: int = 1) -> None:
+    """Raise ConfigError or ModelError for settings that cannot be combined in a run of so many processes, or that a
+    transformer with this config.json cannot take."""
+    check_offload(config, transformer)
+    if config.train.tabulated_modulation:
+        check_tabulation(config.train, transformer)
+    check_sharding(config, transformer, processes)
+
+
 # ---- classes ---------------------------------------------------------------------------------------------------------
 
 STOCK_CLASSES = tuple(family.transformer for family in FAMILIES)
@@ -126,6 +138,34 @@ def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{name} and {setting} exclude each other: {reason}", do=f"{ALL_ON_DEVICE}, or change the other"
             )
+
+
+# ---- sharding --------------------------------------------------------------------------------------------------------
+
+
+def check_sharding(config: Config, transformer: Mapping[str, Any], processes: int) -> None:
+    """Raise ConfigError for FSDP2 with quantised weights."""
+    is_quantised = config.model.quantization != "none" or transformer.get("quantization_config") is not None
+    if config.train.fsdp and processes > 1 and is_quantised:
+        do = "set train.fsdp=false, or train unquantised weights"
+        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
+
+
+# ---- compiled blocks -------------------------------------------------------------------------------------------------
+
+FEWEST_STEPS = 200
+"""From here on a run gains more than the minutes that compiling takes."""
+
+
+def has_dropout(settings: TrainConfig) -> bool:
+    """True if an adapter drops some of its values at random."""
+    lora = settings.lora
+    return settings.method == "lora" and any((lora.lora_dropout, lora.rank_dropout, lora.module_dropout))
+
+
+def may_compile(settings: TrainConfig) -> bool:
+    """True if a run with these settings compiles its blocks where the device can."""
+    return settings.mixed_precision == "bf16" and settings.max_steps >= FEWEST_STEPS and not has_dropout(settings)
 
 
 # ---- quantisation -------------------------------------------------------------------------------------------------

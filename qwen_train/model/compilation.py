@@ -20,6 +20,7 @@ from qwen_cache.models.devices import is_accelerator
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.model.attention import active_backend
+from qwen_train.model.combinations import FEWEST_STEPS, has_dropout
 from qwen_train.model.saved_tensors import saving
 from qwen_train.model.segments import runs_flash
 
@@ -29,8 +30,6 @@ two, of the last block and of the others; twice as many in the padded layout if 
 limit is 8, at which it would stop compiling."""
 TORCH = "2.13"
 """The oldest torch that makes few graphs: with 2.10 each batch of Qwen-Image-2.1 makes two."""
-FEWEST_STEPS = 200
-"""From here on a run gains more than the minutes that compiling takes."""
 ATTENTION = {
     torch.ops.qwen_train.segments.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -68,12 +67,6 @@ def with_compile(config: Config, device: torch.device, steps: int, run: Path | N
         chosen, reason = False, "the adapter has dropout"
     shown = reason if is_accelerator(device) or settings.compile is True else ""
     return config.model_copy(update={"train": settings.model_copy(update={"compile": chosen})}), shown
-
-
-def has_dropout(settings: TrainConfig) -> bool:
-    """True if an adapter drops some of its values at random."""
-    lora = settings.lora
-    return settings.method == "lora" and any((lora.lora_dropout, lora.rank_dropout, lora.module_dropout))
 
 
 def _obstacle(settings: TrainConfig, device: torch.device) -> str:

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-from qwen_cache.errors import ConfigError
 from qwen_cache.models.devices import WaitingBlocks, there_and_back
-from qwen_cache.models.quantization import QuantizedLinear, is_quantized
+from qwen_cache.models.quantization import QuantizedLinear
 from qwen_cache.settings.sections import TrainConfig
 
 # ---- offload ---------------------------------------------------------------------------------------------------------
@@ -76,13 +75,6 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     for block in transformer.transformer_blocks:  # block by block: the full model may not fit on the device
         fully_shard(in_trained_dtype(block), mesh=mesh, mp_policy=precision)
     return fully_shard(in_trained_dtype(transformer), mesh=mesh, mp_policy=precision)
-
-
-def check_shardable(transformer: Any, settings: TrainConfig, processes: int) -> None:
-    """Raise ConfigError for FSDP2 with quantised weights."""
-    if settings.fsdp and processes > 1 and is_quantized(transformer):
-        do = "set train.fsdp=false, or train unquantised weights"
-        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

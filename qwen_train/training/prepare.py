@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from qwen_cache.batching import BEGIN, Begin, Summary
-from qwen_cache.errors import ConfigError, ModelError
+from qwen_cache.errors import ConfigError, DeviceError, ModelError
 from qwen_cache.models.devices import choose_device, torch_dtype, total_memory
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import ModelFolder
+from qwen_cache.models.hardware import device_title, host_memory
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, verbatim
@@ -27,23 +29,27 @@ from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start, sha256_of
 from qwen_train.lora.reader import read_lora
+from qwen_train.memory.choice import (
+    CHECKPOINTING,
+    CHOSEN,
+    COMPILE,
+    QUANTISATION,
+    Candidate,
+    Machine,
+    Open,
+    candidates,
+    choose,
+)
+from qwen_train.memory.cost import card_of
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.memory.plan import largest_batch, largest_image
-from qwen_train.memory.prediction import (
-    PARTS,
-    SAFE,
-    attention_bytes,
-    fewest_recomputed,
-    memory_by_blocks,
-    predict_memory,
-    spread,
-)
+from qwen_train.memory.prediction import PARTS, SAFE, changed, predict_memory, spread
 from qwen_train.model.combinations import with_layout
 from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_compile
 from qwen_train.model.kernels import Choice, capability_of, checked, choose_kernel, refuse_kernel
 from qwen_train.model.loading import tabulate
-from qwen_train.model.placement import Ema, check_shardable, offload_blocks, wrap
-from qwen_train.run import RUN_FACTS_NAME, VALIDATION_IMAGES
+from qwen_train.model.placement import Ema, offload_blocks, wrap
+from qwen_train.run import RUN_FACTS_NAME, VALIDATION_IMAGES, Launch
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.training.follow import Follower
 from qwen_train.training.metrics import takes_images
@@ -145,14 +151,23 @@ def print_memory(
     """
     if not batches.cache.has_index or config.train.fsdp:
         return
-    if config.train.gradient_checkpointing == "auto" and device != "cpu":
-        return  # said when the blocks were chosen
     batch, _ = largest_batch(batches.cache, batches.config, batches)
     image = largest_image(validation_cache)
-    memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
-    sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
-    parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
-    console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
+    with suppress(ModelError):  # a quantisation that is not known
+        memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
+        sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
+        parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
+        console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
+
+
+def print_choice(chosen: Candidate, config: Config, given: Config, layers: int) -> None:
+    """Print how the model is held in memory, where that was left to the run."""
+    if given.train.memory == "auto":
+        console().print(f"[bold]memory[/]   train.memory=auto: {verbatim(chosen.words(given))}", highlight=False)
+    but = " but for their attention" if chosen.keeps_attention else ""
+    host = f", and {human_bytes(chosen.host_memory)} of host memory" if chosen.host_memory else ""
+    recomputed = f"{chosen.recomputed} of {layers} blocks are recomputed{but}"
+    console().print(f"[bold]memory[/]   about {human_bytes(chosen.memory)}{host}: {recomputed}", highlight=False)
 
 
 def run_facts(p: Prepared, plan: Summary) -> bytes:
@@ -188,7 +203,7 @@ class Prepared:
 
     start: Start
     config: Config
-    """With the layout that was chosen, and what train.compile has become."""
+    """With the layout that was chosen, and what train.memory and train.compile have become."""
     out: Path
     accelerator: Accelerator
     transformer: Any
@@ -247,17 +262,20 @@ def prepare(start: Start) -> Prepared:
     before = start.out if start.newest else None
     config = with_layout(start.config, accelerator.device, before)
     with together():
-        config, not_compiled = with_compile(config, accelerator.device, settings.max_steps, before)
+        config, not_compiled = with_compile(config, accelerator.device, config.train.max_steps, before)
         by_segments = goes_by_segments(config, start.model)
         refuse_kernel(config.train, accelerator.device, by_segments=by_segments)
     set_seed(settings.seed)
     follower = Follower.beginning(start, is_main=accelerator.is_main_process) if settings.follow else None
     samples, begin = (follower.samples, follower.taken[-1].begin) if follower else (None, Begin())
+    machine = this_machine(accelerator, start.launch)
     with memory_for_training(accelerator.device):
         with together():
             batches, validation, images = make_batches(start, config, accelerator, samples, begin)
+            config, chosen = choose_memory(start, config, batches, machine)
+            settings = config.train
             attention = choose_attention(config, batches, accelerator.device, start.model) if by_segments else None
-            transformer = load_for_training(start, config, batches, accelerator)
+            transformer = load_for_training(start, config, batches, accelerator, chosen)
             if attention:
                 transformer.attention_kernel = attention.kernel
             decoder = load_decoder(start, config) if accelerator.is_main_process else None
@@ -268,7 +286,7 @@ def prepare(start: Start) -> Prepared:
         if settings.offload_blocks:
             offload_blocks(transformer, settings.offload_blocks, accelerator.device)
         transformer = wrap(accelerator, transformer, settings)
-    (weights, assistant), changed = all_gather_object((start.weights, start.assistant_hash))[0], list[str]()
+    (weights, assistant), differing = all_gather_object((start.weights, start.assistant_hash))[0], list[str]()
     hashes = {TRANSFORMER: weights, CACHE: start.cache_identity or batches.cache.identity} | (
         {ASSISTANT_LORA: assistant} if assistant else {}
     )
@@ -283,7 +301,7 @@ def prepare(start: Start) -> Prepared:
     if start.model.transformer is not None:
         run.origin["transformer"] = Path(start.model.transformer).name
     if start.newest:
-        changed = settings_changed(start.out / CONFIG_NAME, config)
+        differing = settings_changed(start.out / CONFIG_NAME, as_written(config, start.config))
         load_checkpoint(start.newest, run)
         with together(), restoring(start.newest):
             apply_settings(config, run.optimizer, run.lr_scheduler)
@@ -296,8 +314,81 @@ def prepare(start: Start) -> Prepared:
         if accelerator.is_main_process:
             if not_compiled:
                 console().print(plain(f"blocks are not compiled: {not_compiled}"), markup=False)
-            announce(p, start, changed, attention)
+            announce(p, start, differing, attention, chosen)
     return p
+
+
+def this_machine(accelerator: Accelerator, launch: Launch) -> Machine | None:
+    """The devices of all processes, the smallest memory for each; None where one does not say how much it has."""
+    device = accelerator.device
+    _, host = host_memory()
+    found = total_memory(device), None if host is None else SAFE * host / launch.local_world_size
+    memories, hosts = zip(*all_gather_object(found), strict=True)
+    if None in memories:
+        return None
+    memory = min(memories)
+    on_host = None if None in hosts else min(hosts)
+    return Machine(card_of(device_title(str(device)), memory), SAFE * memory, on_host, accelerator.num_processes)
+
+
+def choose_memory(
+    start: Start, config: Config, batches: Batches, machine: Machine | None
+) -> tuple[Config, Candidate | None]:
+    """The settings with what train.memory=auto, train.gradient_checkpointing=auto and train.compile=auto leave to the
+    run, and the candidate that was chosen; None where nothing is left open, or the memory cannot be predicted.
+
+    Raises DeviceError if train.memory=auto finds nothing that fits.
+    """
+    settings, of_model = config.train, start.model.transformer_config
+    is_auto, compiles = settings.memory == "auto", tuple[Any, ...]([settings.compile])
+    if not (is_auto or settings.gradient_checkpointing == "auto" or settings.compile):
+        return config, None
+    if machine is None or not batches.cache.has_index:
+        why = "the device does not say how much memory it has" if machine is None else "the samples have no index"
+        if is_auto and start.launch.is_main:
+            console().print(f"train.memory=auto chooses nothing: {why}", highlight=False)
+        return config, None
+    if settings.compile and start.config.train.compile == "auto":
+        compiles = (True, False)
+    left_open: dict[str, tuple[Any, ...]] = {COMPILE: compiles}
+    if is_auto:
+        left_open = Open.same_result(machine, compiles=True).values | left_open
+        if settings.method == "lora" and start.newest is None:
+            left_open[QUANTISATION] = tuple(dict.fromkeys((config.model.quantization, *settings.memory_quantization)))
+    batch, image = largest_batch(batches.cache, batches.config, batches)[0], largest_image(start.validation_cache)
+    try:
+        found = list(candidates(of_model, config, batch, machine, Open(left_open), image))
+    except ModelError:  # a quantisation that is not known
+        return config, None
+    choice = choose(found, config, machine)
+    if is_auto and not choice.best and not choice.nearest.fits(replace(machine, memory=machine.memory / SAFE)):
+        raise nothing_fits(choice.nearest, config, machine)
+    chosen = choice.best[0] if choice.best else choice.nearest
+    values = dict(chosen.settings)
+    # left to the run, which recomputes more if the memory does not suffice
+    values[CHECKPOINTING] = "auto" if is_auto else settings.gradient_checkpointing
+    return changed(config, values), chosen
+
+
+def nothing_fits(nearest: Candidate, config: Config, machine: Machine) -> DeviceError:
+    """The error of train.memory=auto, with what comes nearest."""
+    return DeviceError(
+        "train.memory=auto: nothing fits that leaves the result the same",
+        expected=f"at most {human_bytes(machine.memory)}, and in host memory {human_bytes(machine.host_memory or 0)}",
+        found=f"{human_bytes(nearest.memory)}, and in host memory {human_bytes(nearest.host_memory)}, with "
+        + nearest.words(config),
+        do="`qwen-train plan --fit` names quantisations that fit, for train.memory_quantization; or set a smaller "
+        "train.max_tokens",
+    )
+
+
+def as_written(config: Config, given: Config) -> Config:
+    """The settings of a run as its folder has them: what train.memory=auto chooses is left to it, so that a resumed run
+    chooses for its own GPU; but not a quantisation."""
+    if config.train.memory != "auto":
+        return config
+    flat = given.flat()
+    return changed(config, {name: flat[name] for name in CHOSEN if name != QUANTISATION})
 
 
 def make_batches(
@@ -318,11 +409,13 @@ def make_batches(
     return batches, make_validation(config, batches), images
 
 
-def announce(p: Prepared, start: Start, changed: list[str], attention: Choice | None) -> None:
+def announce(
+    p: Prepared, start: Start, differing: list[str], attention: Choice | None, chosen: Candidate | None
+) -> None:
     """Write the settings and facts of the run, and print them."""
     plan = plan_summary(p)
     make_folder(p.out)
-    write_durably(p.out / CONFIG_NAME, p.config.to_yaml().encode("utf-8"))
+    write_durably(p.out / CONFIG_NAME, as_written(p.config, start.config).to_yaml().encode("utf-8"))
     write_durably(p.out / RUN_FACTS_NAME, run_facts(p, plan))
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images, attention)
     samples = p.batches.cache
@@ -334,10 +427,13 @@ def announce(p: Prepared, start: Start, changed: list[str], attention: Choice | 
     )
     for line in filter(None, notices):
         console().print(plain(line), markup=False)
-    if changed:
-        console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(changed))}")
+    if differing:
+        console().print(f"[bold]changed[/] from here on: {verbatim(', '.join(differing))}")
     transformer = start.model.transformer_config
-    print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
+    if chosen:
+        print_choice(chosen, p.config, start.config, int(transformer["num_layers"]))
+    else:
+        print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
 
 
 def plan_summary(p: Prepared) -> Summary:
@@ -366,7 +462,9 @@ def choose_attention(config: Config, batches: Batches, device: torch.device, mod
     return checked(choice, device, int(of_model["num_attention_heads"]), int(of_model["attention_head_dim"]))
 
 
-def load_for_training(start: Start, config: Config, batches: Batches, accelerator: Accelerator) -> Any:
+def load_for_training(
+    start: Start, config: Config, batches: Batches, accelerator: Accelerator, chosen: Candidate | None
+) -> Any:
     """The transformer in training mode; `train.lora.weights` applies to a new run only."""
     settings, folder = config.train, start.model.component("transformer")
     assistant = read_assistant(start.assistant, settings, folder) if start.assistant else None
@@ -376,10 +474,10 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     transformer = load_transformer(start.model, config, accelerator.device)
     if start.samples is None:
         check_cache(batches.cache, start.model, transformer.config)
-    check_shardable(transformer, settings, accelerator.num_processes)
     prepare_for_training(transformer, settings)
-    if settings.gradient_checkpointing == "auto" or settings.compile:
-        choose_recomputation(transformer, start, config, batches, accelerator.device)
+    transformer.keeps_attention = chosen is not None and chosen.keeps_attention
+    if chosen and settings.gradient_checkpointing == "auto":
+        checkpoint_blocks(transformer, spread(chosen.recomputed, len(transformer.transformer_blocks)))
     if first is not None:
         start_from(transformer, Path(first))
     if assistant:
@@ -387,40 +485,6 @@ def load_for_training(start: Start, config: Config, batches: Batches, accelerato
     if settings.compile:
         compile_blocks(transformer)
     return transformer
-
-
-def choose_recomputation(
-    transformer: Any, start: Start, config: Config, batches: Batches, device: torch.device
-) -> None:
-    """Recompute as few blocks as fit into the device's memory, with train.gradient_checkpointing=auto, and let compiled
-    blocks keep their attention if that fits too.
-
-    All blocks, and their attention, where the memory cannot be predicted, or the device does not say how much it has.
-    """
-    of_model, settings = start.model.transformer_config, config.train
-    layers, capacity = len(transformer.transformer_blocks), total_memory(device)
-    transformer.keeps_attention, count = False, len(transformer.recomputed_blocks)
-    offloads = settings.offload_blocks or settings.offload_activations
-    if not count or capacity is None or not batches.cache.has_index or settings.fsdp or offloads:
-        return
-    batch, image = largest_batch(batches.cache, batches.config, batches)[0], largest_image(start.validation_cache)
-    try:
-        if settings.gradient_checkpointing == "auto":
-            memory = memory_by_blocks(of_model, config, batch, image)
-            count = fewest_recomputed(memory, SAFE * capacity)
-            checkpoint_blocks(transformer, spread(count, layers))
-            total = memory[count]
-        else:
-            total = predict_memory(of_model, config, batch, image=image).total
-    except ModelError:  # a quantisation that is not known
-        return
-    with_attention = total + count * attention_bytes(of_model, config, batch)
-    if settings.compile and with_attention <= SAFE * capacity:
-        transformer.keeps_attention, total = True, with_attention
-    if settings.gradient_checkpointing == "auto":
-        but = " but for their attention" if transformer.keeps_attention and count else ""
-        taken = human_bytes(total)
-        console().print(f"{count} of {layers} blocks are recomputed{but}, which takes about {taken}", highlight=False)
 
 
 def load_decoder(start: Start, config: Config) -> Any:

@@ -36,6 +36,7 @@ from qwen_train.data.samples import (
     with_model_of_caches,
 )
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start, pinned, with_assistant
+from qwen_train.model.combinations import check_combination
 from qwen_train.run import STATE, Launch, Requests, ToEncode, checkpoints, only_run, resume_command
 
 # ---- start -----------------------------------------------------------------------------------------------------------
@@ -297,6 +298,7 @@ def starting(
         config = with_assistant(with_model_of_caches(config, samples, TRANSFORMER_PARTS))
         model = open_trainable(config)
         check_adapter(config, model.transformer_config)
+        check_combination(config, model.transformer_config, launch.world_size)
         newest = earlier[-1][1] if earlier else None
         if config.train.follow:  # last of all, since it may wait for hours
             taken = taken_of(newest) if newest else ()

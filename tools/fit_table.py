@@ -1,0 +1,158 @@
+"""Compute which settings are the fastest that fit: for cards of each size, and the real models.
+
+    python tools/fit_table.py [--row "24 GB"] [--measured]
+
+It prints the table of docs/howto/train-on-24gb.md, which `qwen-train plan --fit` says of one cache: a LoRA of rank 16,
+in bfloat16, one edit of 1024² with one control. With --measured it prints instead how far the computed seconds are from
+those of the training steps in docs/gpu/, and how many pairs of settings are in the measured order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from make_pieces import MODELS
+
+from qwen_cache.settings.load import load_config
+from qwen_cache.terminal import human_bytes
+from qwen_train.memory import pieces
+from qwen_train.memory.choice import Machine
+from qwen_train.memory.cost import CARDS, Way, Work, card_of, step_seconds
+from qwen_train.memory.plan import Workload, fit
+from qwen_train.memory.prediction import block_bytes
+from qwen_train.memory.sizes import SampleSize
+from qwen_train.model.combinations import kind_of, with_layout
+
+TRANSFORMERS = {
+    name: {**pieces.DEFAULTS[MODELS[of]["_class_name"]], **MODELS[of]}
+    for name, of in (("Qwen-Image-Edit", "Qwen-Image, Edit and Edit-2509"), ("Qwen-Image-2.1", "Qwen-Image-2.1"))
+}
+GB = 10**9
+MACHINES = {
+    **{f"{size} GB": Machine(card_of(None, size * GB), size * GB) for size in (8, 12, 16, 24, 48, 80)},
+    "2 × 24 GB": Machine(card_of(None, 24 * GB), 24 * GB, None, 2),
+}
+ROUNDED = "†"
+"""After settings that change the result."""
+
+
+def edit(name: str, text: int | None = None, side: int = 64, controls: int = 1) -> SampleSize:
+    """An edit at 1024² with one control, with the text of one; the 20B family reads its image there too."""
+    is_21 = name == "Qwen-Image-2.1"
+    shape = (1, side, side)
+    tokens = text if text is not None else 134 if is_21 else 272
+    return SampleSize((shape,) * (1 + controls), tokens, (7,) * controls if is_21 else ())
+
+
+def fitted(name: str, machine: Machine) -> dict[str, Any]:
+    """The report of `qwen-train plan --fit` for a model."""
+    settings = load_config(None, ["train.max_steps=2000"])
+    sample = edit(name)
+    return fit(settings, Workload(TRANSFORMERS[name], {}, [sample], sample), machine)
+
+
+def row(name: str, size: str) -> str:
+    """A row of the table: the fastest settings, what they take, and the next best."""
+    found = fitted(name, MACHINES[size])
+    cells = [name, size, found["card"]]
+    if not found["choices"]:
+        return f"| {' | '.join([*cells, 'nothing', '–', '–', '–', '–'])} |"
+    first, *others = found["choices"]
+    seconds = f"{first['seconds']:.3g} s"
+    host = human_bytes(first["host_memory"]) if first["host_memory"] else "–"
+    following = [f"{words(each, found)} {each['seconds'] / first['seconds']:.2f} ×" for each in others]
+    cells += [words(first, found), human_bytes(first["memory"]), host, seconds, "; ".join(following) or "–"]
+    return f"| {' | '.join(cells)} |"
+
+
+def words(choice: dict[str, Any], found: dict[str, Any]) -> str:
+    """The settings of a choice, without the names of their sections."""
+    changes = dict(choice["settings"])
+    auto = changes.get("train.gradient_checkpointing") == "auto"
+    each = [f"`{name.partition('.')[2]}={json.dumps(value)}`".replace('"', "") for name, value in changes.items()]
+    text = " ".join(each) or "defaults"
+    count = f" ({choice['recomputed_blocks']} of {found['blocks']})" if auto else ""
+    return text + count + ("" if choice["same_result"] else f" {ROUNDED}")
+
+
+HEADER = ("model", "GPU", "computed for", "fastest", "GPU memory", "host memory", "a step", "next, and times as long")
+
+
+def table(sizes: list[str]) -> Iterator[str]:
+    yield f"| {' | '.join(HEADER)} |"
+    yield f"|{' --- |' * len(HEADER)}"
+    for name in TRANSFORMERS:
+        for size in sizes:
+            yield row(name, size)
+
+
+# ---- against measured steps ------------------------------------------------------------------------------------------
+
+REPORTS = Path(__file__).parents[1] / "docs/gpu"
+CLOSE = 1.05
+"""Pairs of steps whose times differ by less are in no order: they vary by as much."""
+
+
+def measured(report: Path) -> list[tuple[str, tuple[Any, ...], float, float]]:
+    """Each training step of a report: its name, what it trains on, the measured and the computed seconds."""
+    found = json.loads(report.read_text(encoding="utf-8"))
+    card, rows = CARDS[card_of(found["card"], 80e9)], []
+    for part in (part for name, part in found["parts"].items() if name.startswith("step/")):
+        for each in part["rows"]:
+            if "seconds_whole" not in each or "mixed" in each["case"]:
+                continue
+            name = "Qwen-Image-2.1" if "2.1" in each["case"] else "Qwen-Image-Edit"
+            side = 32 if "512" in each["case"] else 64
+            text = each["tokens"] // each["samples"] - 2 * side**2
+            batch = [edit(name, text, side)] * each["samples"]
+            settings = with_layout(load_config(None, each["settings"]), "cuda")
+            train, transformer = settings.train, TRANSFORMERS[name]
+            every = int(train.gradient_checkpointing)
+            recomputed = -(-transformer["num_layers"] // every) if every else 0
+            way = Way(recomputed, train.compile is True, train.offload_blocks)
+            work, block = Work.of(transformer, settings, batch), block_bytes(transformer, settings)
+            kind = kind_of(transformer, settings)
+            computed = step_seconds(transformer, settings, work, way, card, kind, block)
+            of = (name, train.method, train.noise_draws, each["samples"], each["tokens"])
+            rows.append((each["case"], of, each["seconds_whole"], computed))
+    return rows
+
+
+def ordered(rows: list[tuple[str, tuple[Any, ...], float, float]]) -> tuple[int, int, list[str]]:
+    """How many pairs of steps on the same batch are computed in the order that was measured, of how many, and the
+    others."""
+    pairs, wrong = 0, []
+    for (one, of_one, *a), (other, of_other, *b) in combinations(rows, 2):
+        if of_one == of_other and max(a[0], b[0]) > CLOSE * min(a[0], b[0]):
+            pairs += 1
+            if (a[0] > b[0]) != (a[1] > b[1]):
+                wrong.append(f"{one} / {other}")
+    return pairs - len(wrong), pairs, wrong
+
+
+def compare() -> Iterator[str]:
+    for report in sorted(REPORTS.glob("*.json")):
+        rows = measured(report)
+        yield f"{report.stem}: | step | measured | computed | computed / measured |"
+        for name, _, seconds, computed in rows:
+            yield f"| {name} | {seconds:.2f} s | {computed:.2f} s | {computed / seconds:.2f} |"
+        right, pairs, wrong = ordered(rows)
+        yield f"{right} of {pairs} pairs in the measured order; not: {', '.join(wrong) or 'none'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", choices=MACHINES, action="append", help="only this size; repeat it for more")
+    parser.add_argument("--measured", action="store_true", help="compare with docs/gpu/ instead")
+    options = parser.parse_args()
+    for line in compare() if options.measured else table(options.row or list(MACHINES)):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
