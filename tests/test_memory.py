@@ -21,11 +21,12 @@ from safetensors.torch import load_file
 from qwen_cache import open_cache
 from qwen_cache.errors import ModelError
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21, family_of_transformer
-from qwen_cache.settings.load import Config, load_config
+from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.inference.cached import generate_cached
 from qwen_train.memory import pieces, step
-from qwen_train.memory.prediction import Memory, fewest_recomputed, memory_by_blocks, predict_memory, spread, step_time
+from qwen_train.memory.choice import Prediction
+from qwen_train.memory.prediction import Memory, predict_memory, spread
 from qwen_train.memory.sizes import SampleSize, tokens_of
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 from qwen_train.model.transformer import QwenImageMultiResTransformer2DModel
@@ -353,27 +354,17 @@ def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> 
     assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
 
 
-def test_as_few_blocks_are_recomputed_as_fit() -> None:
+def test_memory_by_the_number_of_recomputed_blocks() -> None:
     """Against the prediction for every second and every third of five blocks."""
     large = [SampleSize(((1, 64, 64), (1, 64, 64)), 450)]
-    by_blocks = memory_by_blocks(SMALL, load_config(None), large)
+    of_all = Prediction(SMALL, load_config(None), large, None)
+    by_blocks = [of_all.total(count) for count in range(6)]
     of_blocks = {0: "false", 2: "3", 3: "2", 5: "true"}
     for count, setting in of_blocks.items():
         total = predicted(SMALL, [f"train.gradient_checkpointing={setting}"], large).total
         assert 0.99 * total <= by_blocks[count] <= 1.06 * total
     assert by_blocks[0] > 1.1 * by_blocks[5]
-    assert [fewest_recomputed(by_blocks, size) for size in (*by_blocks, 0)] == [0, 0, 2, 3, 4, 5, 5]
     assert spread(3, 5) == [0, 1, 3]
-
-
-def test_the_time_of_recomputing() -> None:
-    """Linear layers without recomputing: two passes of three with frozen weights, three of four with trained ones."""
-    tiny = [SampleSize(((1, 1, 1),), 1)]
-    times = [
-        [step_time(REAL, Config(train=TrainConfig(method=method)), tiny, count) for count in (0, 30, 60)]
-        for method in ("lora", "full")
-    ]
-    assert times == [pytest.approx([2 / 3, 5 / 6, 1], rel=1e-3), pytest.approx([3 / 4, 7 / 8, 1], rel=1e-3)]
 
 
 @pytest.mark.slow
@@ -470,7 +461,7 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
         return " ".join(result.stderr.split())
 
     cache = built("edit-plus")
-    assert "not the size of a GPU (expected such as 24GB" in refused(cache, "--model", real_model, "--gpu-memory", "24")
+    assert "not a size of memory (expected such as 24GB" in refused(cache, "--model", real_model, "--gpu-memory", "24")
     assert "this file cannot be read" in refused(cache, "--model", tmp_path)
     (real_model / "transformer" / "config.json").write_text('{"_class_name": "FluxTransformer2DModel"}')
     assert "found FluxTransformer2DModel)" in refused(cache, "--model", real_model)

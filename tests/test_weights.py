@@ -30,6 +30,7 @@ from qwen_train import train as training
 from qwen_train import weights
 from qwen_train.inference.pipeline import choose, load_pipeline
 from qwen_train.lora.export import Lora, merge
+from qwen_train.memory.choice import Choice
 from qwen_train.model import compilation
 from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Block
 from qwen_train.training import prepare
@@ -210,7 +211,9 @@ def test_all_blocks_are_recomputed_where_the_plan_was_wrong(
     settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0, "train.gradient_accumulation_steps": 2}
     plain = train.once(settings=settings)
     monkeypatch.setattr(prepare, "total_memory", lambda _: 1)
-    monkeypatch.setattr(prepare, "fewest_recomputed", lambda memory, capacity: len(memory) - 2)
+    monkeypatch.setattr(
+        prepare, "choose", lambda found, *_: Choice([next(each for each in found if each.recomputed == 1)], found[0])
+    )
     counts, compute_loss = [], training.compute_loss
 
     def runs_out(transformer: Any, *inputs: Any) -> Any:
@@ -279,7 +282,7 @@ def test_compiled_blocks_keep_their_attention_while_it_fits(
         raise ModelError("unknown quantisation: its memory cannot be predicted")
 
     if not is_known:
-        monkeypatch.setattr(prepare, "predict_memory", unknown)
+        monkeypatch.setattr("qwen_train.memory.choice.predict_memory", unknown)
     settings = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0}
     plain = train(settings=settings, out="plain")
     monkeypatch.setattr(prepare, "total_memory", lambda _: capacity)

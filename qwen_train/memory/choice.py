@@ -158,7 +158,7 @@ class Prediction:
         image: SampleSize | None,
     ) -> None:
         """`settings` with the quantisation and the table of the candidates."""
-        whole = {OFFLOAD: 0, COMPILE: False, FSDP: False}
+        whole = {OFFLOAD: 0, CHECKPOINTING: True, COMPILE: False, FSDP: False}
         self.transformer, self.batch, self.image = transformer, batch, image
         self.settings = with_layout(changed(settings, whole), ACCELERATOR)
         self.layers = int(transformer["num_layers"])
@@ -292,10 +292,11 @@ class Choice:
 
 def choose(found: Collection[Candidate], settings: Config, machine: Machine) -> Choice:
     """Order `found`, which has one candidate or more. Of those that are as fast, one that leaves the result the same
-    comes first, then the one that takes less host memory, and less memory."""
+    comes first, then the one that takes less host memory, that recomputes less, and that takes less memory."""
 
     def order(each: Candidate) -> tuple[Any, ...]:
-        return float(f"{each.seconds:.3g}"), not each.is_exact(settings), each.host_memory, each.memory
+        again = each.recomputed, not each.keeps_attention
+        return float(f"{each.seconds:.3g}"), not each.is_exact(settings), each.host_memory, *again, each.memory
 
     best: dict[tuple[Any, ...], Candidate] = {}
     for each in sorted((each for each in found if each.fits(machine)), key=order):

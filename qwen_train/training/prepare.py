@@ -20,6 +20,7 @@ from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.models.hardware import device_title, host_memory
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
+from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, verbatim
 from qwen_cache.text import plain
@@ -268,7 +269,7 @@ def prepare(start: Start) -> Prepared:
     set_seed(settings.seed)
     follower = Follower.beginning(start, is_main=accelerator.is_main_process) if settings.follow else None
     samples, begin = (follower.samples, follower.taken[-1].begin) if follower else (None, Begin())
-    machine = this_machine(accelerator, start.launch)
+    machine = this_machine(accelerator, start.launch) if is_left_open(config.train) else None
     with memory_for_training(accelerator.device):
         with together():
             batches, validation, images = make_batches(start, config, accelerator, samples, begin)
@@ -331,6 +332,11 @@ def this_machine(accelerator: Accelerator, launch: Launch) -> Machine | None:
     return Machine(card_of(device_title(str(device)), memory), SAFE * memory, on_host, accelerator.num_processes)
 
 
+def is_left_open(settings: TrainConfig) -> bool:
+    """True if settings leave it to the run how the model is held in memory, or whether attention is recomputed."""
+    return settings.memory == "auto" or settings.gradient_checkpointing == "auto" or settings.compile is True
+
+
 def choose_memory(
     start: Start, config: Config, batches: Batches, machine: Machine | None
 ) -> tuple[Config, Candidate | None]:
@@ -341,7 +347,7 @@ def choose_memory(
     """
     settings, of_model = config.train, start.model.transformer_config
     is_auto, compiles = settings.memory == "auto", tuple[Any, ...]([settings.compile])
-    if not (is_auto or settings.gradient_checkpointing == "auto" or settings.compile):
+    if not is_left_open(settings):
         return config, None
     if machine is None or not batches.cache.has_index:
         why = "the device does not say how much memory it has" if machine is None else "the samples have no index"
