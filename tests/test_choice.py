@@ -16,6 +16,7 @@ from qwen_cache.settings.sections import TrainConfig
 from qwen_train.cli.plan import print_fit
 from qwen_train.memory import cost, pieces
 from qwen_train.memory.choice import (
+    ACTIVATIONS,
     CHECKPOINTING,
     FSDP,
     OFFLOAD,
@@ -29,7 +30,7 @@ from qwen_train.memory.choice import (
 )
 from qwen_train.memory.cost import CARDS, Card, Way, Work, card_of, step_seconds
 from qwen_train.memory.plan import Workload, fit
-from qwen_train.memory.prediction import block_bytes, changed, host_bytes, predict_memory
+from qwen_train.memory.prediction import block_bytes, changed, host_bytes, input_bytes, predict_memory
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.combinations import check_combination, with_layout
 from qwen_train.training import prepare
@@ -54,8 +55,8 @@ PLAIN = with_layout(load_config(None, ["train.compile=false"]), "cuda")
 def written_out() -> list[tuple[Config, int, int, float]]:
     """Each combination that a run takes: its settings, and what they take by the plan: memory, host memory, seconds."""
     found = []
-    for blocks, checkpointing in itertools.product((0, *range(3, 7)), CHECKPOINTINGS):
-        settings = changed(PLAIN, {OFFLOAD: blocks, CHECKPOINTING: checkpointing})
+    for blocks, activations, checkpointing in itertools.product((0, *range(3, 7)), (False, True), CHECKPOINTINGS):
+        settings = changed(PLAIN, {OFFLOAD: blocks, ACTIVATIONS: activations, CHECKPOINTING: checkpointing})
         try:
             check_combination(settings, MIDDLE)
         except (ConfigError, ModelError):
@@ -65,13 +66,13 @@ def written_out() -> list[tuple[Config, int, int, float]]:
             MIDDLE,
             settings,
             Work.of(MIDDLE, settings, LARGE),
-            Way(recomputed, offloaded=blocks),
+            Way(recomputed, offloaded=blocks, inputs=5 * input_bytes(MIDDLE, settings, LARGE) if activations else 0),
             CARDS[SLOW_BUS],
             "none",
             block_bytes(MIDDLE, settings),
         )
         memory = predict_memory(MIDDLE, settings, LARGE).total
-        found.append((settings, memory, host_bytes(MIDDLE, settings), seconds))
+        found.append((settings, memory, host_bytes(MIDDLE, settings, LARGE), seconds))
     return found
 
 
@@ -79,7 +80,7 @@ def test_the_choice_is_the_best_of_all_that_fit(monkeypatch: pytest.MonkeyPatch)
     """Brute force over the settings written out. On a bus so slow that offloaded blocks take time, as on a real one."""
     monkeypatch.setitem(CARDS, SLOW_BUS, CARDS[SLOW_BUS]._replace(bus=2e8))
     everything = written_out()
-    left_open = Open({OFFLOAD: ("any",), CHECKPOINTING: CHECKPOINTINGS})
+    left_open = Open({OFFLOAD: ("any",), ACTIVATIONS: (False, True), CHECKPOINTING: CHECKPOINTINGS})
     largest = max(host for _, _, host, _ in everything)
     for memory, host in itertools.product(
         sorted({memory for _, memory, *_ in everything}), (0.0, largest / 2, largest)
@@ -89,13 +90,14 @@ def test_the_choice_is_the_best_of_all_that_fit(monkeypatch: pytest.MonkeyPatch)
         choice = choose(list(candidates(MIDDLE, PLAIN, LARGE, machine, left_open)), PLAIN, machine)
         if not fitting:
             assert choice.best == []
-            assert choice.nearest.memory == pytest.approx(min(each[1] for each in everything), rel=0.01)
+            least = min(each[1] for each in everything if each[2] <= (machine.host_memory or 0))
+            assert choice.nearest.memory == pytest.approx(least, rel=0.01)
             continue
         best = choice.best[0]
         assert best.seconds == pytest.approx(min(seconds for *_, seconds in fitting), rel=5e-3)
-        again = changed(PLAIN, {OFFLOAD: best.settings[OFFLOAD], CHECKPOINTING: best.settings[CHECKPOINTING]})
+        again = changed(PLAIN, {name: best.settings[name] for name in (OFFLOAD, ACTIVATIONS, CHECKPOINTING)})
         assert best.memory == pytest.approx(predict_memory(MIDDLE, again, LARGE).total, rel=0.01)
-        assert best.host_memory == host_bytes(MIDDLE, again)
+        assert best.host_memory == host_bytes(MIDDLE, again, LARGE)
 
 
 def test_what_a_run_refuses_is_no_candidate_and_appears_once_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,10 +109,10 @@ def test_what_a_run_refuses_is_no_candidate_and_appears_once_it_does_not(monkeyp
 
     sharded = changed(settings, {FSDP: True, QUANTISATION: "nf4"})
     assert refusal(sharded, MIDDLE, 2) == "train.fsdp cannot shard quantised weights"
-    assert ("nf4", False, False, True) not in kinds()
-    assert {("nf4", False, False, False), ("none", False, False, True)} < kinds()
+    assert ("nf4", False, False, False, True) not in kinds()
+    assert {("nf4", False, False, False, False), ("none", False, False, False, True)} < kinds()
     monkeypatch.setattr("qwen_train.model.combinations.check_sharding", lambda *_: None)
-    assert ("nf4", False, False, True) in kinds()
+    assert ("nf4", False, False, False, True) in kinds()
 
 
 def test_only_what_leaves_the_result_the_same_is_open_to_a_run() -> None:

@@ -409,8 +409,8 @@ class TrainConfig(BatchConfig):
     gradient_accumulation_steps: Positive = 1
     """Forward passes before each optimizer step."""
     memory: Literal["manual", "auto"] = "manual"
-    """auto: the fastest of offloaded blocks, gradient checkpointing, compile and FSDP2 that fits the GPUs, in place of
-    these settings. manual: what they say."""
+    """auto: the fastest of offloaded blocks and activations, gradient checkpointing, compile and FSDP2 that fits the
+    GPUs, in place of these settings. manual: what they say."""
     memory_quantization: list[Literal["int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"]] = []
     """Values of model.quantization that memory=auto may choose as well, if the model is to be trained on rounded
     weights; by default none, so that it changes no result."""
@@ -491,7 +491,11 @@ class TrainConfig(BatchConfig):
         if self.memory == "manual" and self.memory_quantization:
             do = "set train.memory=auto, or model.quantization"
             raise ConfigError("train.memory_quantization is for train.memory=auto", found="train.memory=manual", do=do)
-        chosen = {"offload_blocks": self.offload_blocks == 0, "gradient_checkpointing": self._recomputes_by_default()}
+        chosen = {
+            "offload_blocks": not self.offload_blocks,
+            "offload_activations": not self.offload_activations,
+            "gradient_checkpointing": self.gradient_checkpointing in ("auto", True),
+        }
         for name, by_default in chosen.items():
             if self.memory == "auto" and not by_default:
                 raise ConfigError(
@@ -500,9 +504,6 @@ class TrainConfig(BatchConfig):
                     do=f"leave train.{name} out, or set train.memory=manual",
                 )
         return self
-
-    def _recomputes_by_default(self) -> bool:
-        return self.gradient_checkpointing in ("auto", True)
 
 
 class MaskHeadConfig(Section):

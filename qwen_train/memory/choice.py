@@ -29,19 +29,23 @@ from qwen_train.memory.prediction import (
     attention_bytes,
     block_bytes,
     changed,
+    input_bytes,
     predict_memory,
 )
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.combinations import check_combination, kind_of, may_compile, with_layout
 
 QUANTISATION, TABLE, OFFLOAD = "model.quantization", "train.tabulated_modulation", "train.offload_blocks"
-CHECKPOINTING, COMPILE, FSDP = "train.gradient_checkpointing", "train.compile", "train.fsdp"
-CHOSEN = (QUANTISATION, TABLE, OFFLOAD, CHECKPOINTING, COMPILE, FSDP)
-"""The settings of a candidate; where several are as fast, those that come first are the last to be changed."""
+ACTIVATIONS, CHECKPOINTING = "train.offload_activations", "train.gradient_checkpointing"
+COMPILE, FSDP = "train.compile", "train.fsdp"
+CHOSEN = (QUANTISATION, TABLE, OFFLOAD, ACTIVATIONS, CHECKPOINTING, COMPILE, FSDP)
+"""The settings of a candidate."""
 KINDS: tuple[Kind, ...] = ("none", "int8", "int8_convrot", "fp8_w8a8", "nf4")
 """The quantisations that are compared; fp8 takes the bytes and the time of int8, with three times its error."""
-BESIDE_OFFLOAD = 12
+BESIDE_OFFLOAD = 6
 """The parts of all blocks in which recomputed ones are counted beside offloaded blocks; else each block counts."""
+INPUTS_ON_DEVICE = 4
+"""Recomputed blocks whose inputs are on the device at once with offload_activations, as a step on "meta" shows."""
 GATHERED = 3
 """Blocks that FSDP2 has whole at once: the one that computes, the next one, and the copy from which it is made."""
 
@@ -55,7 +59,7 @@ class Machine:
     memory: float
     """Bytes of each GPU that a step may take."""
     host_memory: float | None = None
-    """Bytes of host memory that the offloaded blocks of each process may take; None: any."""
+    """Bytes of host memory that each process may take for what it offloads; None: any."""
     gpus: int = 1
 
 
@@ -82,6 +86,7 @@ class Open:
         return cls(
             {
                 OFFLOAD: ("any",),
+                ACTIVATIONS: (False, True),
                 CHECKPOINTING: ("any",),
                 COMPILE: (True, False) if compiles else (False,),
                 FSDP: (False, True) if machine.gpus > 1 else (False,),
@@ -102,7 +107,7 @@ class Candidate:
     memory: int
     """Bytes of each GPU at the peak."""
     host_memory: int
-    """Bytes of the offloaded blocks of each process, pinned."""
+    """Bytes of what each process offloads, pinned."""
     seconds: float
     """Of a step, in which each GPU trains a batch; computed."""
 
@@ -113,13 +118,14 @@ class Candidate:
     def kind(self) -> tuple[Any, ...]:
         """Candidates of one kind differ in numbers, and in whether blocks are compiled."""
         given = self.settings
-        return (given[QUANTISATION], given[TABLE], given[OFFLOAD] > 0, given[FSDP])
+        return (given[QUANTISATION], given[TABLE], given[OFFLOAD] > 0, given[ACTIVATIONS], given[FSDP])
 
     def changes(self, settings: Config) -> dict[str, Any]:
-        """The values that differ from `settings`, but for train.compile=auto, which a run decides in the same way."""
+        """The values that differ from `settings`, but for what train.compile=auto decides in the same way."""
         flat = settings.flat()
-        given = {name: value for name, value in self.settings.items() if value != flat[name]}
-        return {name: value for name, value in given.items() if (name, flat[name]) != (COMPILE, "auto")}
+        as_auto = flat[COMPILE] == "auto" and not (self.settings[OFFLOAD] and self.settings[COMPILE])
+        names = [name for name in self.settings if name != COMPILE or not as_auto]
+        return {name: self.settings[name] for name in names if self.settings[name] != flat[name]}
 
     def is_exact(self, settings: Config) -> bool:
         """True if it leaves the result of `settings` the same, but for the order of sums."""
@@ -147,7 +153,8 @@ def refusal(settings: Config, transformer: dict[str, Any], processes: int = 1) -
 class Prediction:
     """The memory of a step by the number of blocks that are recomputed, offloaded, and sharded.
 
-    Between its two ends, all blocks recomputed and none, memory is linear in them.
+    Between its two ends, all blocks recomputed and none, memory is linear in them. What is offloaded is subtracted: it
+    is not measured for each number.
     """
 
     def __init__(
@@ -158,12 +165,13 @@ class Prediction:
         image: SampleSize | None,
     ) -> None:
         """`settings` with the quantisation and the table of the candidates."""
-        whole = {OFFLOAD: 0, CHECKPOINTING: True, COMPILE: False, FSDP: False}
+        whole = {OFFLOAD: 0, ACTIVATIONS: False, CHECKPOINTING: True, COMPILE: False, FSDP: False}
         self.transformer, self.batch, self.image = transformer, batch, image
         self.settings = with_layout(changed(settings, whole), ACCELERATOR)
         self.layers = int(transformer["num_layers"])
         self.block = block_bytes(transformer, self.settings)
         self.attention = attention_bytes(transformer, self.settings, batch)
+        self.inputs = input_bytes(transformer, self.settings, batch)
         self.least = self._of(True)
 
     def _of(self, checkpointing: bool) -> Memory:
@@ -175,7 +183,15 @@ class Prediction:
         """The total if no block is recomputed."""
         return self._of(False).total
 
-    def total(self, recomputed: int, offloaded: int = 0, processes: int = 1, *, keeps_attention: bool = False) -> int:
+    def total(
+        self,
+        recomputed: int,
+        offloaded: int = 0,
+        processes: int = 1,
+        *,
+        keeps_attention: bool = False,
+        keeps_inputs: bool = True,
+    ) -> int:
         """Bytes on each device."""
         total = float(self.least.total)
         if recomputed < self.layers:  # beside the one that is being recomputed
@@ -183,6 +199,7 @@ class Prediction:
             total += more * (self.layers - recomputed) / max(1, self.layers - 1) if recomputed else more
         total += recomputed * self.attention if keeps_attention else 0
         away = max(0, offloaded - ON_DEVICE) * self.block
+        away += 0 if keeps_inputs else max(0, recomputed - INPUTS_ON_DEVICE) * self.inputs
         if processes > 1:
             of_all = self.least
             held = of_all.weights + of_all.trained + of_all.gradients + of_all.optimizer + of_all.average
@@ -190,9 +207,10 @@ class Prediction:
             away += held * (processes - 1) // processes - outside - GATHERED * self.block
         return int(total - (1 + FRAGMENTATION) * away)
 
-    def on_host(self, offloaded: int) -> int:
-        """Bytes of the offloaded blocks of a process."""
-        return offloaded * sum(piece_sizes(self.block)) if offloaded else 0
+    def on_host(self, offloaded: int, inputs: int) -> int:
+        """Bytes of the offloaded blocks of a process, and of the inputs of so many blocks."""
+        blocks = offloaded * sum(piece_sizes(self.block)) if offloaded else 0
+        return blocks + (inputs * sum(piece_sizes(self.inputs)) if inputs else 0)
 
 
 # ---- all candidates --------------------------------------------------------------------------------------------------
@@ -216,7 +234,7 @@ def candidates(
     reasons, count = list[str](), 0
     for quantisation, table in product(values[QUANTISATION], values[TABLE]):
         weights = changed(settings, {QUANTISATION: quantisation, TABLE: table})
-        is_plain = {OFFLOAD: 0, CHECKPOINTING: True, COMPILE: False, FSDP: False}
+        is_plain = {OFFLOAD: 0, ACTIVATIONS: False, CHECKPOINTING: True, COMPILE: False, FSDP: False}
         if reason := refusal(changed(weights, is_plain), transformer):
             reasons.append(reason)
             continue
@@ -225,13 +243,14 @@ def candidates(
             reasons.append(f"{machine.card} is not faster with {kind}")
             continue
         predicted: Prediction | None = None
-        for compiled, fsdp in product(values[COMPILE], values[FSDP]):
+        for compiled, fsdp, activations in product(values[COMPILE], values[FSDP], values[ACTIVATIONS]):
             processes = machine.gpus if fsdp else 1
             for offload, checkpointing, recomputed in _blocks(values[OFFLOAD], values[CHECKPOINTING], layers):
                 chosen = {
                     QUANTISATION: quantisation,
                     TABLE: table,
                     OFFLOAD: max(offload),
+                    ACTIVATIONS: activations,
                     CHECKPOINTING: checkpointing,
                     COMPILE: compiled,
                     FSDP: fsdp,
@@ -242,15 +261,19 @@ def candidates(
                     reasons.append(reason)
                     continue
                 predicted = predicted or Prediction(transformer, weights, batch, image)
+                inputs = max(0, recomputed - 1) if activations else 0  # those of the last block stay
                 for blocks, keeps in product(offload, (False, True) if compiled and recomputed else (False,)):
-                    way = Way(recomputed, keeps, blocks, processes)
+                    way = Way(recomputed, keeps, blocks, inputs * predicted.inputs, processes)
                     count += 1
+                    memory = predicted.total(
+                        recomputed, blocks, processes, keeps_attention=keeps, keeps_inputs=not activations
+                    )
                     yield Candidate(
                         {**chosen, OFFLOAD: blocks},
                         recomputed,
                         keeps,
-                        predicted.total(recomputed, blocks, processes, keeps_attention=keeps),
-                        predicted.on_host(blocks),
+                        memory,
+                        predicted.on_host(blocks, inputs),
                         step_seconds(transformer, held, work, way, card, kind, predicted.block),
                     )
     if not count:

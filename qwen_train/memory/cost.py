@@ -1,10 +1,10 @@
 """The seconds of a training step on a card, computed: which of several settings is faster, and by about how much.
 
 A step is a forward pass, and a backward pass with what is recomputed in it. Each takes as long as the slowest of three
-that run at the same time: the kernels, the host that launches them, and the bus, over which offloaded blocks and the
-shards of other processes come. Kernels are products of matrices, attention, and the traffic of everything else, each at
-a rate that the card reaches. Left out: a LoRA's own products, the optimizer, the loss, the loading of data, and that
-copies and kernels share the card's memory. Imports no torch.
+that run at the same time: the kernels, the host that launches them, and the bus, over which offloaded blocks and inputs
+and the shards of other processes come. Kernels are products of matrices, attention, and the traffic of everything else,
+each at a rate that the card reaches. Left out: a LoRA's own products, the optimizer, the loss, the loading of data, and
+that copies and kernels share the card's memory. Imports no torch.
 """
 
 from __future__ import annotations
@@ -158,6 +158,8 @@ class Way(NamedTuple):
     keeps_attention: bool = False
     """True if a recomputed block keeps the output of its attention."""
     offloaded: int = 0
+    inputs: float = 0
+    """Bytes of the inputs of recomputed blocks that go to host memory and back."""
     processes: int = 1
     """The processes over which weights are sharded."""
 
@@ -196,4 +198,5 @@ def step_seconds(
     arriving = way.offloaded * block / card.bus
     if way.processes > 1:  # gathered for each pass
         arriving += layers * block * (way.processes - 1) / way.processes / (card.bus / 2)
-    return max(forward, layers * launches, arriving) + max(backward, (layers + repeated) * launches, arriving)
+    forward = max(forward, layers * launches, arriving, way.inputs / card.bus)  # the bus has two directions
+    return forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)
