@@ -253,8 +253,10 @@ def test_what_cannot_be_in_parts_is_refused(train: Trainer, changes: dict[str, A
     assert f"error: {message}" in done.stderr
 
 
-def test_blocks_that_wait_in_the_hosts_memory_in_two_processes(train: Trainer) -> None:
-    plain, found = (by_two(train, settings=STEPS, out=f"{n}", train__offload_blocks=n) for n in (0, 2))
+@pytest.mark.parametrize("changes", [{"train.offload_blocks": 2}, {"train.fsdp": True}], ids=["blocks", "fsdp2"])
+def test_blocks_and_activations_in_the_hosts_memory_in_two_processes(train: Trainer, changes: dict[str, Any]) -> None:
+    settings = {**STEPS, **changes, "train.offload_activations": True}
+    plain, found = by_two(train, settings=STEPS, out="plain"), by_two(train, settings=settings)
     assert column(found, "loss") == pytest.approx(column(plain, "loss"), rel=1e-5)
     assert relative_error(result(found, "lora"), result(plain, "lora")) < 1e-5
 

@@ -185,7 +185,7 @@ def test_a_copy_is_under_way_before_its_block_computes(monkeypatch: pytest.Monke
     assert events == [*there, *back]
     kept = transformer(3, 3, "train.gradient_checkpointing=false")
     for i, block in enumerate(kept.transformer_blocks):
-        block.img_norm1.register_full_backward_hook(lambda *_, i=i: events.append(f"back {i}"))
+        block.img_norm2.register_full_backward_hook(lambda *_, i=i: events.append(f"back {i}"))
     events.clear()
     step(kept)
     assert events == ["copy 0", "copy 1", "copy 2", "back 2", "copy 0", "back 1", "back 0"]

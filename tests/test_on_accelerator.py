@@ -334,10 +334,6 @@ HOST: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
         {"activations": ACTIVATIONS},
     ),
     "compiled": ({"train.compile": True}, {"blocks": OFFLOAD, "both": {**OFFLOAD, **ACTIVATIONS}}),
-    "compiled, every second block, nf4": (
-        {"train.compile": True, "model.quantization": "nf4", **KEPT},
-        {"blocks": OFFLOAD},
-    ),
 }
 """Settings, and what may be in host memory with them."""
 
@@ -358,7 +354,7 @@ def test_nothing_depends_on_what_is_in_host_memory(name: str, host_reports: dict
     for host in HOST[name][1]:
         report = done(host_reports[f"{name}: {host}"])
         assert report["losses"] == plain["losses"], host
-        assert waits(report["waits"][1]) == WAITS, host
+        assert waits(report["waits"][1]) == waits(plain["waits"][1]), host
 
 
 @pytest.fixture(scope="module")

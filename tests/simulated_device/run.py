@@ -2,9 +2,9 @@
 
 JOBS.json is a list of `{"program": "qwen-train", "arguments": [...], "capacity": {"0": bytes}, "broken": name}`, the
 last two optional. Compiled blocks run their graphs operator by operator. REPORTS.json has for each job the exit code,
-the output, all events, the waits of each training step, the peaks of memory, the losses, and how often the variable-
-length kernel and convolutions ran. All jobs run in this process, so that it imports and compiles once; what an earlier
-job left in memory, such as diffusers' cached tables, is not counted.
+the output, all events, the waits of each training step, the peaks of memory, the losses, and how often the
+variable-length kernel and convolutions ran. All jobs run in this process, so that it imports and compiles once; what an
+earlier job left in memory, such as diffusers' cached tables, is not counted.
 """
 
 from __future__ import annotations
