@@ -500,10 +500,12 @@ def test_the_plan_is_within_8_percent_of_the_active_memory(name: str, wide: dict
     job, report = wide[name]
     _, cache, _, model, *assignments = job["arguments"]
     config = load_config(None, assignments[1::2], cache__path=cache, model__path=model)
-    memory = plan(config, Workload.of(config), None)["memory"]
-    predicted, found = memory["total"] - memory["reserved"], done(report)["peaks"]["0"]["active"]
+    planned = plan(config, Workload.of(config), None)
+    predicted, found = planned["memory"]["total"] - planned["memory"]["reserved"], done(report)["peaks"]["0"]["active"]
     assert predicted == pytest.approx(found, rel=0.08)
     assert found <= 1.1 * predicted
+    pinned = report["peaks"]["pinned"] - wide["packed"][1]["peaks"]["pinned"]
+    assert planned["host_memory"] == pytest.approx(pinned, rel=0.08, abs=100_000), "beside what every run pins"
 
 
 LARGE = (

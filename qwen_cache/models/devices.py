@@ -375,7 +375,7 @@ class OffloadedBlocks:
         return self.blocks[i].weights_in(self.fetch(i).memory)
 
     def saved(self, tensor: Tensor) -> SavedWeight | None:
-        """What to save in place of a tensor for the backward pass; None for one that is no weight in a buffer."""
+        """The substitute that is saved for the backward pass; None for a tensor that is no weight in a buffer."""
         for buffer in self.buffers:
             places = [buffer.place_of(inner) for inner in inner_tensors(tensor)]
             if None not in places:

@@ -118,7 +118,7 @@ class BlockInputs:
         """The event of the last copy; None without streams."""
 
     def saved(self, tensor: Tensor) -> SavedInput | None:
-        """What to save in place of a tensor; None for one that is no input."""
+        """The substitute that is saved for the backward pass; None for a tensor that is no input."""
         for i, row in enumerate(self.rows):
             if row is not None and _is_same(tensor, row):
                 self.saved_rows.add(i)
