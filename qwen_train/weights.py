@@ -48,13 +48,13 @@ FEW_ROWS = ("img_mod", "txt_mod")
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_transformer(model: ModelFolder, config: Config, device: torch.device = CPU) -> Any:
+def load_transformer(model: ModelFolder, config: Config, device: torch.device = CPU, *, in_parts: bool = False) -> Any:
     """The model's transformer for training on `device`, still without its LoRA and its modulation table.
 
     Raises ModelError if it is damaged or cannot be loaded, ConfigError for settings that it cannot take. Weights that
     are trained keep their stored dtype, so that all processes of a machine map the same bytes; `wrap` converts them to
-    float32, on the device or, for FSDP2, block by block. What computes in float32 does so without TF32, in the whole
-    process.
+    float32, on the device or, for FSDP2, block by block. `in_parts` leaves quantisation to it too. What computes in
+    float32 does so without TF32, in the whole process.
     """
     settings, kind, saved = config.train, config.model.quantization, model.transformer_config
     where = model.component("transformer") if model.transformer is None else Path(model.transformer)
@@ -80,7 +80,8 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
         transformer = _load_folder(model_class, model, dtype, kind, device)
     else:
         transformer = load_file(model_class, model, dtype, kind, settings.quantized_backward)
-    quantize_blocks(transformer, kind, device, settings.quantized_backward, offloaded=settings.offload_blocks > 0)
+    offloaded = settings.offload_blocks > 0
+    quantize_blocks(transformer, kind, device, settings.quantized_backward, offloaded=offloaded, later=in_parts)
     if compute_dtype(settings) == torch.float32:
         full_float32()
     return transformer
@@ -131,6 +132,7 @@ def quantize_blocks(
     *,
     offloaded: bool,
     skip: Sequence[str] = (),
+    later: bool = False,
 ) -> None:
     """Quantise the linear layers of a loaded transformer's blocks on `device`, where they stay unless `offloaded`.
 
@@ -139,7 +141,7 @@ def quantize_blocks(
     """
     if kind != "none":
         options: dict[str, Any] = {"few_rows": FEW_ROWS, "skip": skip, "backward_in_8_bits": backward_in_8_bits}
-        quantize(transformer.transformer_blocks, kind, device, **options, to=CPU if offloaded else None)
+        quantize(transformer.transformer_blocks, kind, device, **options, to=CPU if offloaded else None, later=later)
 
 
 def _stored_dtype(model: ModelFolder) -> torch.dtype:

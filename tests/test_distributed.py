@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -71,6 +72,21 @@ def test_two_processes_equal_one_and_one_continues_where_they_stopped(train: Tra
     assert relative_error(result(out, method), result(one, method)) < 1e-5
 
 
+@pytest.mark.parametrize(("kind", "processes"), [("int8", 4), ("nf4", 2), ("int8_convrot", 2), ("fp8_w8a8", 2)])
+def test_quantised_weights_in_parts_are_trained_as_whole_ones(train: Trainer, kind: str, processes: int) -> None:
+    """And one process continues where several stopped, each of which held its part of the bytes."""
+    settings = {**STEPS, "model.quantization": kind, "train.batch_size": 1}
+    one = train(settings=settings, train__gradient_accumulation_steps=processes, out="one")
+    done = two(train, settings=settings, train__fsdp=True, train__max_steps=2, processes=processes)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"sharded +this process holds (\d+) kB of (\d+) kB of weights", done.stdout)
+    assert found
+    assert int(found[1]) <= (1 / processes + 0.05) * int(found[2])
+    out = train("--resume", settings=settings, train__gradient_accumulation_steps=processes)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
+    assert relative_error(result(out, "lora"), result(one, "lora")) < 1e-5
+
+
 @pytest.mark.parametrize(("fsdp", "method"), [(False, "lora"), (True, "lora"), (True, "full")], ids=str)
 def test_two_processes_equal_one_with_draws_of_qwen_image_21(train_21: Trainer, method: str, fsdp: bool) -> None:
     settings = {**STEPS, "train.method": method, "train.noise_draws": 2, "train.max_steps": 2}
@@ -81,12 +97,27 @@ def test_two_processes_equal_one_with_draws_of_qwen_image_21(train_21: Trainer, 
     assert relative_error(found, expected) < 1e-5
 
 
+ROUNDED = {"train.stochastic_rounding": True, "train.mixed_precision": "bf16", "train.ema_decay": 0}
+
+
 @pytest.mark.parametrize(
-    ("fsdp", "method"), [(False, "lora"), (True, "lora"), (True, "full")], ids=["ddp", "fsdp2", "fsdp2, full"]
+    ("fsdp", "method", "changes"),
+    [
+        (False, "lora", {}),
+        (True, "lora", {}),
+        (True, "full", {}),
+        (True, "lora", {"model.quantization": "int8"}),
+        (True, "full", ROUNDED),
+    ],
+    ids=["ddp", "fsdp2", "fsdp2, full", "fsdp2, int8", "fsdp2, full, rounded"],
 )
-def test_two_stopped_processes_resume_bit_for_bit(train: Trainer, fsdp: bool, method: str) -> None:
-    """With dropout, which each draws for itself."""
-    settings = {**STEPS, "train.fsdp": fsdp, "train.method": method, "train.lora.lora_dropout": 0.3}
+def test_two_stopped_processes_resume_bit_for_bit(
+    train: Trainer, fsdp: bool, method: str, changes: dict[str, Any]
+) -> None:
+    """With dropout and rounding at random, which each draws for itself."""
+    if changes is ROUNDED:
+        pytest.importorskip("torchao")
+    settings = {**STEPS, "train.fsdp": fsdp, "train.method": method, "train.lora.lora_dropout": 0.3, **changes}
     whole = written(by_two(train, settings=settings, out="whole"))
     by_two(train, settings=settings, train__max_steps=2)
     assert differences(written(by_two(train, "--resume", settings=settings)), whole) == []
@@ -244,7 +275,6 @@ def test_processes_drop_out_differently(train: Trainer) -> None:
     ("changes", "message"),
     [
         ({"optimizer.name": "adafactor"}, "adafactor cannot be used with train.fsdp"),
-        ({"model.quantization": "int8"}, "train.fsdp cannot shard quantised weights"),
     ],
 )
 def test_what_cannot_be_in_parts_is_refused(train: Trainer, changes: dict[str, Any], message: str) -> None:

@@ -5,15 +5,20 @@ The judge is one model that takes the mean gradient of both batches. tests/test_
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from qwen_cache.errors import ConfigError
+from qwen_cache.models.hardware import Kind
+from qwen_cache.models.quantization import quantize
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.model.placement import wrap
+from qwen_train.model.placement import check_plain, held_bytes, wrap
 from qwen_train.training import checkpoint
 from qwen_train.weights import gather_weights
 
@@ -38,8 +43,8 @@ class Model(nn.Module):
         return output.float()
 
 
-def batch(rank: int) -> Tensor:
-    return torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
+def batch(rank: int, width: int = 7) -> Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(rank))
 
 
 def trained(rank: int, mixed_precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
@@ -81,3 +86,66 @@ def test_gradients_of_products_in_bfloat16_are_summed_in_float32() -> None:
     assert {tensor.dtype for tensor in (*weights.values(), *gradients)} == {torch.float32}
     assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+
+
+class Quantised(nn.Module):
+    """Blocks of a frozen layer, and a trained one in float32; all widths are those of whole blocks of nf4."""
+
+    def __init__(self, kind: Kind, *, later: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.transformer_blocks = nn.ModuleList(
+            nn.Sequential(OrderedDict(frozen=nn.Linear(64, 128), trained=nn.Linear(128, 64))) for _ in range(2)
+        )
+        for name, parameter in self.named_parameters():
+            parameter.data.normal_(std=0.1, generator=generator)
+            parameter.requires_grad_("trained" in name)
+        frozen = nn.ModuleList(block[:1] for block in self.transformer_blocks)
+        quantize(frozen.to(torch.bfloat16), kind, torch.device("cpu"), later=later)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.transformer_blocks:
+            x = x + block(x)
+        return x.float()
+
+
+def of_each(rank: int, kind: Kind) -> tuple[tuple[int, int], dict[str, Tensor], Tensor, list[Tensor]]:
+    """What a process holds, the weights that it gathers, its output, and the gradients, whole."""
+    accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), mixed_precision="bf16")
+    accelerator.prepare_model = lambda model, **_: model
+    model = wrap(accelerator, Quantised(kind, later=True), TrainConfig(fsdp=True))
+    output = model(batch(rank, 64).bfloat16())
+    output.square().mean().backward()
+    gradients = [each.grad.full_tensor() for each in model.parameters() if each.grad is not None]
+    return held_bytes(model), gather_weights(model, keep=True), output, gradients
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"])
+def test_quantised_weights_are_divided_and_compute_the_same(kind: Kind) -> None:
+    """Each process has half of the bytes, and gathers and computes the same as with whole weights, bit for bit."""
+    if kind == "nf4":
+        pytest.importorskip("bitsandbytes")
+    whole = Quantised(kind, later=False)
+    as_computed = deepcopy(whole)  # FSDP2 gathers the trained weights in bfloat16
+    for parameter in as_computed.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.is_floating_point() else parameter.data
+    for rank, (held, weights, output, gradients) in enumerate(in_two_threads(lambda rank: of_each(rank, kind))):
+        assert held[0] <= 0.55 * held[1]
+        assert held[1] == sum(parameter.nbytes for parameter in whole.parameters())
+        for name, parameter in whole.named_parameters():
+            assert weights[name].dtype == parameter.dtype
+            assert torch.equal(weights[name], parameter.data), name
+        with torch.no_grad():
+            assert torch.equal(output, as_computed(batch(rank, 64).bfloat16()))
+        assert len(gradients) == 4
+        assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_weights_of_another_library_are_refused_by_name() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
+    torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(ConfigError, match="cannot shard these quantised weights") as caught:
+        check_plain(model)
+    assert "0.weight" in str(caught.value)
+    assert "torchao" in str(caught.value)

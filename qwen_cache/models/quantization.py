@@ -77,26 +77,35 @@ def quantize(
     skip: Collection[str] = (),
     backward_in_8_bits: bool = True,
     to: torch.device | None = None,
+    later: bool = False,
 ) -> None:
     """Quantise every `nn.Linear` in `layers` in place, on `device`, and leave it there, or move it `to` another one.
 
     Layers with a part of `few_rows` in their name never multiply in 8 bits: they have a row for each sample. Those in
-    `skip`, by their names without the number of a block, stay as they are.
+    `skip`, by their names without the number of a block, stay as they are. With `later` all become `PendingLinear`.
     """
     for name, linear in list(layers.named_modules()):
         if type(linear) is not nn.Linear or name.partition(".")[2] in skip:
             continue
-        weight = linear.weight.detach()
-        at_once = [slice(None)] if device.type == "meta" else row_pieces(*weight.shape)  # no data needs no pieces
-        pieces = (weight[rows].to(device) for rows in at_once)
-        if kind == "nf4":
-            Nf4Linear.make(linear, *map(torch.cat, zip(*map(_nf4, pieces), strict=True)))
+        products = kind in PRODUCTS and not set(name.split(".")) & set(few_rows)
+        if later:
+            PendingLinear.make(linear, kind, products, backward_in_8_bits)
         else:
-            group = group_size(weight.shape[1]) if kind == "int8_convrot" else 0
-            values, scale = map(torch.cat, zip(*(quantized_rows(each, kind, group) for each in pieces), strict=True))
-            products = kind in PRODUCTS and not set(name.split(".")) & set(few_rows)
-            QuantizedLinear.make(linear, values, scale, group=group, products=products, backward=backward_in_8_bits)
-        linear.to(device if to is None else to)
+            _pack(linear, kind, device, products, backward_in_8_bits)
+            linear.to(device if to is None else to)
+
+
+def _pack(linear: nn.Linear, kind: Kind, device: torch.device, products: bool, backward_in_8_bits: bool) -> None:
+    """Quantise one layer; what it has beside its weight stays where it is."""
+    weight = linear.weight.detach()
+    at_once = [slice(None)] if device.type == "meta" else row_pieces(*weight.shape)  # no data needs no pieces
+    pieces = (weight[rows].to(device) for rows in at_once)
+    if kind == "nf4":
+        Nf4Linear.make(linear, *map(torch.cat, zip(*map(_nf4, pieces), strict=True)))
+    else:
+        group = group_size(weight.shape[1]) if kind == "int8_convrot" else 0
+        values, scale = map(torch.cat, zip(*(quantized_rows(each, kind, group) for each in pieces), strict=True))
+        QuantizedLinear.make(linear, values, scale, group=group, products=products, backward=backward_in_8_bits)
 
 
 def row_pieces(rows: int, columns: int) -> Iterator[slice]:
@@ -245,6 +254,35 @@ class QuantizedLinear(PackedLinear):
         """The weight `[N, K]` in float32, as it was before it was rotated."""
         numbers = self.weight.view(self.values).float() * self.scale.view(torch.float32)[:, None]
         return rotated(numbers, self.group)
+
+
+class PendingLinear(PackedLinear):
+    """A linear layer that `quantize_pending` quantises, after an adapter was added.
+
+    Until then its weight is a mapped file. So a process that keeps a part of each block never has all of them in
+    memory of its own.
+    """
+
+    pending: tuple[Kind, bool, bool]
+    """The arguments of `_pack`, without the device."""
+
+    @classmethod
+    def make(cls, linear: Any, kind: Kind, products: bool, backward_in_8_bits: bool) -> None:
+        """Mark an `nn.Linear`, in place."""
+        linear.pending, linear.__class__ = (kind, products, backward_in_8_bits), cls
+
+    def dequantize(self) -> Tensor:
+        return self.weight.float()
+
+
+def quantize_pending(layers: nn.Module, device: torch.device) -> None:
+    """Quantise every `PendingLinear` in `layers` in place, on `device`, and leave it there."""
+    for layer in list(layers.modules()):
+        if isinstance(layer, PendingLinear):
+            kind, products, backward_in_8_bits = layer.pending
+            del layer.pending
+            _pack(layer, kind, device, products, backward_in_8_bits)
+            layer.to(device)
 
 
 def apply(function: Any, *arguments: Any) -> Tensor:

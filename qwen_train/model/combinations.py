@@ -143,12 +143,14 @@ def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:
 # ---- sharding --------------------------------------------------------------------------------------------------------
 
 
+NOT_SHARDED = "train the unquantised model, with model.quantization; or set train.fsdp=false"
+
+
 def check_sharding(config: Config, transformer: Mapping[str, Any], processes: int) -> None:
-    """Raise ConfigError for FSDP2 with quantised weights."""
-    is_quantised = config.model.quantization != "none" or transformer.get("quantization_config") is not None
-    if config.train.fsdp and processes > 1 and is_quantised:
-        do = "set train.fsdp=false, or train unquantised weights"
-        raise ConfigError("train.fsdp cannot shard quantised weights", do=do)
+    """Raise ConfigError for FSDP2 with weights whose storage belongs to another library."""
+    saved = (transformer.get("quantization_config") or {}).get("quant_method")
+    if config.train.fsdp and processes > 1 and saved == "bitsandbytes":
+        raise ConfigError("train.fsdp cannot shard weights saved by bitsandbytes", do=NOT_SHARDED)
 
 
 # ---- compiled blocks -------------------------------------------------------------------------------------------------

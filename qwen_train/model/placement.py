@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
+from qwen_cache.errors import ConfigError
 from qwen_cache.models.devices import WaitingBlocks, there_and_back
-from qwen_cache.models.quantization import QuantizedLinear
+from qwen_cache.models.quantization import QuantizedLinear, quantize_pending
 from qwen_cache.settings.sections import TrainConfig
+from qwen_train.model.combinations import NOT_SHARDED
 
 # ---- offload ---------------------------------------------------------------------------------------------------------
 # Block offloading in training (`qwen_cache/models/devices.py`): frozen weights wait in host memory.
@@ -53,7 +55,8 @@ def offload_blocks(transformer: Any, count: int, device: torch.device) -> Any:
 def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     """The transformer on this process's device under autocast; in DDP or FSDP2 with several processes.
 
-    Full training converts the weights to float32, unless stochastic rounding keeps them in bfloat16.
+    Full training converts the weights to float32, unless stochastic rounding keeps them in bfloat16. FSDP2 shards
+    quantised weights too: they are plain numbers beside scales whose bits are integers, which it gathers as they are.
     """
     in_float32 = settings.method == "full" and not settings.stochastic_rounding
 
@@ -73,8 +76,28 @@ def wrap(accelerator: Any, transformer: Any, settings: TrainConfig) -> Any:
     precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for block in transformer.transformer_blocks:  # block by block: the full model may not fit on the device
+        quantize_pending(block, accelerator.device)
         fully_shard(in_trained_dtype(block), mesh=mesh, mp_policy=precision)
     return fully_shard(in_trained_dtype(transformer), mesh=mesh, mp_policy=precision)
+
+
+def check_plain(transformer: nn.Module) -> None:
+    """Raise ConfigError if a weight is another library's tensor, whose storage FSDP2 cannot divide."""
+    for name, parameter in transformer.named_parameters():
+        if type(parameter.data) is not Tensor or type(parameter) is not nn.Parameter:
+            raise ConfigError(
+                "train.fsdp cannot shard these quantised weights",
+                where=name,
+                found=f"{type(parameter.data).__name__} of {type(parameter.data).__module__.partition('.')[0]}",
+                do=NOT_SHARDED,
+            )
+
+
+def held_bytes(transformer: nn.Module) -> tuple[int, int]:
+    """The bytes of the weights in this process, and of all weights."""
+    tensors = [parameter.data for parameter in transformer.parameters()]
+    held = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return sum(each.nbytes for each in held), sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ from qwen_train.model.combinations import with_layout
 from qwen_train.model.compilation import compile_blocks, uncompile_blocks, with_compile
 from qwen_train.model.kernels import Choice, capability_of, checked, choose_kernel, refuse_kernel
 from qwen_train.model.loading import tabulate
-from qwen_train.model.placement import Ema, offload_blocks, wrap
+from qwen_train.model.placement import Ema, check_plain, held_bytes, offload_blocks, wrap
 from qwen_train.run import RUN_FACTS_NAME, VALIDATION_IMAGES, Launch
 from qwen_train.training.checkpoint import Run, load_checkpoint, restoring
 from qwen_train.training.follow import Follower
@@ -440,6 +440,10 @@ def announce(
         print_choice(chosen, p.config, start.config, int(transformer["num_layers"]))
     else:
         print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
+    if p.config.train.fsdp and p.accelerator.num_processes > 1:
+        held, whole = held_bytes(p.transformer)
+        out = f"this process holds {human_bytes(held)} of {human_bytes(whole)} of weights"
+        console().print(f"[bold]sharded[/]  {out}", highlight=False)
 
 
 def plan_summary(p: Prepared) -> Summary:
@@ -477,10 +481,13 @@ def load_for_training(
     first = settings.lora.weights if settings.method == "lora" and start.newest is None else None
     if first is not None:
         read_lora(find_start(Path(first)))  # refused before the transformer is loaded
-    transformer = load_transformer(start.model, config, accelerator.device)
+    in_parts = settings.fsdp and accelerator.num_processes > 1
+    transformer = load_transformer(start.model, config, accelerator.device, in_parts=in_parts)
     if start.samples is None:
         check_cache(batches.cache, start.model, transformer.config)
     prepare_for_training(transformer, settings)
+    if in_parts:
+        check_plain(transformer)
     transformer.keeps_attention = chosen is not None and chosen.keeps_attention
     if chosen and settings.gradient_checkpointing == "auto":
         checkpoint_blocks(transformer, spread(chosen.recomputed, len(transformer.transformer_blocks)))

@@ -457,7 +457,10 @@ def check_optimizer(config: Config, processes: int) -> None:
             f"train.mixed_precision={t.mixed_precision}": (t.mixed_precision != "bf16", "the weights are in bfloat16"),
             f"optimizer.name={name}": (name not in ROUNDING, f"only {' and '.join(ROUNDING)} round so, by torchao"),
             f"train.ema_decay={t.ema_decay}": (t.ema_decay > 0, "an average in bfloat16 would round its updates away"),
-            f"{processes} processes": (processes > 1, "each would round its copy of the weights differently"),
+            f"{processes} processes without train.fsdp": (
+                processes > 1 and not t.fsdp,
+                "each would round its copy of the weights differently",
+            ),
         }
         for found, (applies, reason) in refused.items():
             if applies:

@@ -144,24 +144,25 @@ class MixedTrainer(Trainer):
 
 
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`qwen-train run`, or `program`, in two processes that find each other as under torchrun, and share their output.
+    """`qwen-train run`, or `program`, in two processes that find each other as under torchrun, and share their output;
+    or in more `processes`.
 
-    If one fails, the other is ended.
+    If one fails, the others are ended.
     """
-    program = changes.pop("program", ["-m", "qwen_train"])
+    program, processes = changes.pop("program", ["-m", "qwen_train"]), int(changes.pop("processes", 2))
     argv = list(map(str, [sys.executable, *program, *train.arguments(**changes), *options]))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
+        "WORLD_SIZE": f"{processes}",
+        "LOCAL_WORLD_SIZE": f"{processes}",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
     }
-    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    environments = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
     with TemporaryFile("w+", encoding="utf-8") as stdout, TemporaryFile("w+", encoding="utf-8") as stderr:
         both = [popen(argv, env=environment, stdout=stdout, stderr=stderr) for environment in environments]
         wait_until(lambda: any(codes := [process.poll() for process in both]) or None not in codes)
