@@ -79,9 +79,12 @@ def test_quantised_weights_in_parts_are_trained_as_whole_ones(train: Trainer, ki
     one = train(settings=settings, train__gradient_accumulation_steps=processes, out="one")
     done = two(train, settings=settings, train__fsdp=True, train__max_steps=2, processes=processes)
     assert done.returncode == 0, done.stderr
-    found = re.search(r"sharded +this process holds (\d+) kB of (\d+) kB of weights", done.stdout)
-    assert found
-    assert int(found[1]) <= (1 / processes + 0.05) * int(found[2])
+    found = re.search(r"sharded +this process holds ([\d.]+) (\wB) of ([\d.]+) (\wB) of weights", done.stderr)
+    assert found, done.stderr
+    held, whole = (
+        float(number) * {"k": 1e3, "M": 1e6}[unit[0]] for number, unit in (found.group(1, 2), found.group(3, 4))
+    )
+    assert held <= (1 / processes + 0.05) * whole
     out = train("--resume", settings=settings, train__gradient_accumulation_steps=processes)
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
     assert relative_error(result(out, "lora"), result(one, "lora")) < 1e-5
