@@ -208,7 +208,7 @@ class Prediction:
         return int(total - (1 + FRAGMENTATION) * away)
 
     def on_host(self, offloaded: int, inputs: int) -> int:
-        """Bytes of the offloaded blocks of a process, and of the inputs of so many blocks."""
+        """Bytes of the offloaded blocks of a process, and of the inputs of `inputs` blocks."""
         blocks = offloaded * sum(piece_sizes(self.block)) if offloaded else 0
         return blocks + (inputs * sum(piece_sizes(self.inputs)) if inputs else 0)
 

@@ -95,7 +95,7 @@ TYPICAL = ("RTX 4060", "RTX 4070", "RTX 4080", "RTX 4090", "RTX 5090", "L40S", "
 
 
 def card_of(name: str | None, memory: float) -> str:
-    """The row of `CARDS` for a card by its driver's name; for another one that of a typical card of so many bytes."""
+    """The row of `CARDS` for a card by its driver's name; for another one that of a typical card of as many bytes."""
     for row in CARDS:
         if name and re.search(NAMES.get(row, re.escape(row)), name):
             return row

@@ -19,7 +19,7 @@ from qwen_cache.settings.sections import TrainConfig
 
 
 def check_combination(config: Config, transformer: Mapping[str, Any], processes: int = 1) -> None:
-    """Raise ConfigError or ModelError for settings that cannot be combined in a run of so many processes, or that a
+    """Raise ConfigError or ModelError for settings that cannot be combined in a run of `processes` processes, or that a
     transformer with this config.json cannot take."""
     check_offload(config, transformer)
     if config.train.tabulated_modulation:
