@@ -301,7 +301,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _layout(tensor: Tensor) -> Tensor:
+def _meta_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -379,7 +379,7 @@ class OffloadedBlocks:
         for buffer in self.buffers:
             places = [buffer.place_of(inner) for inner in inner_tensors(tensor)]
             if None not in places:
-                layout = map_tensors(tensor.detach(), _layout)
+                layout = map_tensors(tensor.detach(), _meta_like)
                 return SavedWeight(self, buffer.block, layout, tuple(places))  # type: ignore[arg-type]
         return None
 
