@@ -386,9 +386,10 @@ export class RowEditor {
     else if (await this.saved() || confirm("The prompt could not be saved. Close anyway? This page keeps the text.")) this.dialog.close();
   }
 
-  // Close without saving, by Escape: what was typed is discarded if the user says so.
-  cancel() {
+  // Close without saving, by Escape: what was typed is discarded if the user says so; what is being saved is waited for.
+  async cancel() {
     if (this.painter) { this.closePainter(); return; }
+    await Promise.all(this.fields.map((field) => field.saving));
     const typed = this.fields.filter((field) => field.isChanged);
     if (typed.length && !confirm("Discard what you typed in this row? It is not saved.")) return;
     for (const field of typed) field.discard();
