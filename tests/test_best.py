@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImageTransformer2DModel
 from PIL import Image
 from safetensors.torch import load_file, save
 from torch.nn.functional import avg_pool2d
 from transformers import BertConfig, BertModel, CLIPConfig, CLIPModel
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from qwen_cache import Sample, open_cache
+from qwen_cache import open_cache
 from qwen_cache.inspect.flags import stored_thumbnails
 from qwen_cache.storage.remembered import sealed
 from qwen_train.training import checkpoint
@@ -31,7 +30,7 @@ from qwen_train.training.report import write_report
 
 from .support.caches import build
 from .support.commands import refused, run
-from .support.paths import ROOT, load_tool
+from .support.paths import load_tool
 from .support.photographs import photograph
 from .support.runs import IMAGES, LORA, SMALL, Trainer, run_training
 from .support.written_runs import write_image, write_run
@@ -542,56 +541,21 @@ def test_runs_write_what_it_needs(train: Trainer) -> None:
 # ---- a run that overfits ---------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def loss_of(transformer: Any, sample: Sample) -> float:
-    """The loss of a sample by the stock transformer, over noise and levels that no run has."""
-    clean, losses = sample["image_latents"], []
-    generator = torch.Generator().manual_seed(int(sample.key[:8], 16))
-    for sigma in (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95):
-        noise = torch.randn(clean.shape, generator=generator)
-        velocity = transformer(
-            hidden_states=torch.cat([(1 - sigma) * clean + sigma * noise, sample["control_latents"]])[None],
-            encoder_hidden_states=sample["prompt_embeds"][None],
-            timestep=torch.tensor([sigma]),
-            img_shapes=[list(sample.img_shapes)],
-            return_dict=False,
-        )[0][0, : len(clean)]
-        losses.append(float((velocity - (noise - clean)).square().mean()))
-    return statistics.mean(losses)
-
-
 @pytest.mark.slow
-def test_of_a_run_that_overfits_an_earlier_step_is_proposed(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """On the demo's photographs, of which two pairs are trained; judged by losses of the others, measured again."""
-    model, cache, out = tiny_model("edit-plus"), tmp_path / "shards", tmp_path / "out"
+@pytest.mark.parametrize("family", ["edit-plus", "qwen-image-21"])
+@pytest.mark.parametrize("kind", ["overfits", "improves"])
+def test_an_earlier_step_is_proposed_where_a_run_overfits_and_the_last_is_among_the_best_where_not(
+    kind: str, family: str, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """On the demo's photographs; judged by losses of the held-out pairs with the stock transformer and other noise."""
+    bench: Any = load_tool("bench_best")
+    model, cache, out = tiny_model(family), tmp_path / "shards", tmp_path / "out"
     data = load_tool("make_demo_data").make_demo_data(tmp_path / "data")
-    assert build(data, cache, model, "--set", "data.vae_image_size=9216").code == 0
-    settings = {
-        "train.output_dir": str(out),
-        "train.validation_split": 0.8,
-        "train.max_steps": 800,
-        "train.logit_mean": 0.0,
-        "train.checkpointing_steps": 80,
-        "train.checkpoints_total_limit": 1,
-        "lr_scheduler.name": "constant",
-        "lr_scheduler.warmup_steps": 0,
-        "logging.report_to": "none",
-        "validation": {"validation_steps": 80, "num_images": 16, "images_every_steps": 80, "num_inference_steps": 2},
-    }
-    options = [each for name, value in settings.items() for each in ("--set", f"{name}={json.dumps(value)}")]
-    demo = ("--config", ROOT / "tools" / "demo.yaml")
-    trained = run_training(cache, "--model", model, *demo, *options, page=True)
+    assert build(data, cache, model, "--set", f"data.vae_image_size={bench.AREA}").code == 0
+    _, *arguments = bench.arguments(family, cache, model, kind, out, seed=0)
+    trained = run_training(*arguments, page=True)
     assert trained.code == 0, trained.stderr
-    best, last = best_of(out), out / "checkpoint-800"
-    assert best.checkpoint is not None
-    assert best.checkpoint != last
-    assert f"best:   step {best.step}" in trained.stderr
-    assert f"Keep step {best.step}." in (out / "report.html").read_text(encoding="utf-8")
-    losses = {}
-    for folder in (best.checkpoint, last):
-        transformer = QwenImageTransformer2DModel.from_pretrained(model / "transformer").eval()
-        transformer.load_lora_adapter(str(folder), weight_name=LORA, prefix="transformer")
-        keys = json.loads((out / "validation" / "losses" / "step-0.json").read_text(encoding="utf-8"))
-        losses[folder] = np.array([loss_of(transformer, open_cache(cache)[key]) for key in keys])
-    gain = losses[last] - losses[best.checkpoint]
-    assert gain.mean() > 0
+    judged = bench.judge(out, cache, model)
+    assert judged.is_right(kind), (judged.best.reasons, judged.gain)
+    assert f"best:   step {judged.best.step}" in trained.stderr
+    assert f"Keep step {judged.best.step}." in (out / "report.html").read_text(encoding="utf-8")
