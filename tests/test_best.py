@@ -556,6 +556,7 @@ def test_an_earlier_step_is_proposed_where_a_run_overfits_and_the_last_is_among_
     trained = run_training(*arguments, page=True)
     assert trained.code == 0, trained.stderr
     judged = bench.judge(out, cache, model)
-    assert judged.is_right(kind), (judged.best.reasons, judged.gain)
+    assert judged.overfitted == (kind == "overfits")
+    assert judged.is_right, (judged.best.reasons, judged.gain(judged.best.step))
     assert f"best:   step {judged.best.step}" in trained.stderr
     assert f"Keep step {judged.best.step}." in (out / "report.html").read_text(encoding="utf-8")

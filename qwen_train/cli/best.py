@@ -20,7 +20,6 @@ STEP = option(INPUT, "The checkpoint of this step, or best: the one that `qwen-t
     page="howto/watch-a-run.md",
     examples=[
         "qwen-train best",
-        "qwen-train best runs/cats --json",
         "qwen-train best runs/cats --likeness dinov2-base/",
     ],
 )
