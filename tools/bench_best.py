@@ -6,8 +6,8 @@ Tiny models learn the demo's photographs. A run that overfits trains on two pair
 one that improves trains on most of them and ends early. They are judged by losses of the held-out pairs that no run has
 seen: by the stock transformer, with other noise, at other noise levels. *Gain* is by how much the proposed step is
 better than the last one there, in %, with the standard error over pairs. A run has overfitted if by that judgement some
-step is better than the last by more than noise: then an earlier and better step must be proposed, else the last one must
-be within noise of the best.
+step is better than the last by more than noise: then an earlier and better step must be proposed. Else the last one
+must be within noise of the best.
 """
 
 from __future__ import annotations
