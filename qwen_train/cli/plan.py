@@ -160,6 +160,9 @@ def print_plan(report: dict[str, Any]) -> None:
     batch = report["largest_batch"]
     out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
     out.print(table)
+    if "chosen" in report:
+        chosen = report["chosen"]
+        out.print(f"[bold]train.memory[/]   auto: {chosen['words']}, {human_bytes(chosen['total'])}", highlight=False)
     for choice in report.get("recomputed_blocks", []):
         out.print(
             f"with {plural(choice['blocks'], 'block')} recomputed: {human_bytes(choice['memory'])}, "

@@ -24,7 +24,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig, TrainConfig
 from qwen_cache.terminal import human_bytes
 from qwen_train.data.samples import Planned, Samples, open_samples, open_validation_cache
-from qwen_train.memory.choice import COMPILE, Candidate, Machine, Open, candidates, choose
+from qwen_train.memory.choice import COMPILE, QUANTISATION, Candidate, Choice, Machine, Open, candidates, choose
 from qwen_train.memory.cost import card_of
 from qwen_train.memory.prediction import (
     ACCELERATOR,
@@ -77,8 +77,16 @@ class Workload:
 
 
 def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str, Any]:
-    """The report of `qwen-train plan`, as a JSON value: the largest batch, its memory by part, what fits."""
+    """The report of `qwen-train plan`, as a JSON value: the largest batch, its memory by part, what fits.
+
+    With train.memory=auto it is about what a run chooses on a GPU with this capacity.
+    """
     settings = with_layout(settings, ACCELERATOR)
+    chosen, is_possible = None, True
+    if settings.train.memory == "auto" and capacity is not None:
+        choice = chosen_by_run(settings, workload, capacity)
+        chosen, is_possible = (choice.best[0], True) if choice.best else (choice.nearest, False)
+        given, settings = settings, changed(settings, chosen.settings)
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
     family, image = family_of_transformer(transformer), workload.image
     choices = []
@@ -92,10 +100,12 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
         "memory": {**asdict(memory), "total": memory.total},
         "host_memory": host_bytes(transformer, settings, batch),
     } | ({"recomputed_blocks": choices} if choices else {})
+    if chosen:
+        report["chosen"] = {"words": chosen.words(given), "total": chosen.memory, "recomputed": chosen.recomputed}
     if capacity is None:
         return report
     most = most_tokens(transformer, settings, largest, capacity)
-    report |= {"gpu_memory": capacity, "fits": memory.total <= capacity, "max_tokens": most}
+    report |= {"gpu_memory": capacity, "fits": is_possible and memory.total <= capacity, "max_tokens": most}
     return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity, image)}
 
 
@@ -119,6 +129,21 @@ def by_recomputed_blocks(settings: Config, workload: Workload, capacity: int | N
         }
         for count in sorted(counts)
     ]
+
+
+def chosen_by_run(settings: Config, workload: Workload, capacity: int) -> Choice:
+    """The choice of a run with train.memory=auto."""
+    machine = Machine(card_of(None, capacity), capacity)
+    values = dict(
+        Open.same_result(machine, compiles=settings.train.compile is True or may_compile(settings.train)).values
+    )
+    if settings.train.compile != "auto":
+        values[COMPILE] = (settings.train.compile,)
+    if settings.train.method == "lora":
+        kinds = (settings.model.quantization, *settings.train.memory_quantization)
+        values[QUANTISATION] = tuple(dict.fromkeys(kinds))
+    found = candidates(workload.transformer, settings, workload.batch, machine, Open(values), workload.image)
+    return choose(list(found), settings, machine)
 
 
 SHOWN = 3

@@ -36,6 +36,13 @@ def _offload(memory: int, blocks: int, of: int, host: float, family: Family) -> 
 
 
 PRESETS = (
+    Preset(
+        "Chosen by the run",
+        MEMORY,
+        "The fastest of offloaded blocks and activations, gradient checkpointing and compile that fits the GPU; what is "
+        "trained stays the same. The plan names it.",
+        {"train.memory": "auto"},
+    ),
     _offload(24, 40, 60, 27.5, QWEN_IMAGE),
     _offload(16, 52, 60, 35.8, QWEN_IMAGE),
     _offload(8, 60, 60, 41.3, QWEN_IMAGE),

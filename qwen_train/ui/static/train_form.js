@@ -17,7 +17,7 @@ const SECTIONS = ["train", "optimizer", "lr_scheduler", "validation", "logging",
 const COMMON = [
   "train.max_steps", "optimizer.learning_rate", "train.lora.rank", "train.lora.lora_alpha", "train.batch_size",
   "train.max_tokens", "optimizer.name", "lr_scheduler.name", "lr_scheduler.warmup_steps",
-  "train.gradient_checkpointing", "train.offload_blocks", "model.quantization", "train.mixed_precision",
+  "train.memory", "train.gradient_checkpointing", "train.offload_blocks", "model.quantization", "train.mixed_precision",
   "train.checkpointing_steps", "train.caption_dropout", "train.validation_split", "validation.validation_steps",
   "validation.num_inference_steps",
 ];
