@@ -301,7 +301,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _meta_like(tensor: Tensor) -> Tensor:
+def _strided_on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
@@ -379,7 +379,7 @@ class OffloadedBlocks:
         for buffer in self.buffers:
             places = [buffer.place_of(inner) for inner in inner_tensors(tensor)]
             if None not in places:
-                layout = map_tensors(tensor.detach(), _meta_like)
+                layout = map_tensors(tensor.detach(), _strided_on_meta)
                 return SavedWeight(self, buffer.block, layout, tuple(places))  # type: ignore[arg-type]
         return None
 

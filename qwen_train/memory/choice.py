@@ -93,6 +93,17 @@ class Open:
             }
         )
 
+    @classmethod
+    def of_run(cls, settings: Config, machine: Machine, compiles: tuple[Any, ...], *, is_new: bool = True) -> Open:
+        """What a run chooses: with train.memory=auto all that leaves the result the same, and for a new one the
+        quantisations that it may take; else what is `auto` itself. `compiles` are the values of train.compile."""
+        train, chosen = settings.train, {COMPILE: compiles}
+        if train.memory == "manual":
+            return cls(chosen)
+        if train.method == "lora" and is_new:
+            chosen[QUANTISATION] = tuple(dict.fromkeys((settings.model.quantization, *train.memory_quantization)))
+        return cls({**cls.same_result(machine, compiles=True).values, **chosen})
+
 
 @dataclass(frozen=True)
 class Candidate:

@@ -24,7 +24,7 @@ from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig, TrainConfig
 from qwen_cache.terminal import human_bytes
 from qwen_train.data.samples import Planned, Samples, open_samples, open_validation_cache
-from qwen_train.memory.choice import COMPILE, QUANTISATION, Candidate, Choice, Machine, Open, candidates, choose
+from qwen_train.memory.choice import COMPILE, Candidate, Choice, Machine, Open, candidates, choose
 from qwen_train.memory.cost import card_of
 from qwen_train.memory.prediction import (
     ACCELERATOR,
@@ -133,16 +133,10 @@ def by_recomputed_blocks(settings: Config, workload: Workload, capacity: int | N
 
 def chosen_by_run(settings: Config, workload: Workload, capacity: int) -> Choice:
     """The choice of a run with train.memory=auto."""
-    machine = Machine(card_of(None, capacity), capacity)
-    values = dict(
-        Open.same_result(machine, compiles=settings.train.compile is True or may_compile(settings.train)).values
-    )
-    if settings.train.compile != "auto":
-        values[COMPILE] = (settings.train.compile,)
-    if settings.train.method == "lora":
-        kinds = (settings.model.quantization, *settings.train.memory_quantization)
-        values[QUANTISATION] = tuple(dict.fromkeys(kinds))
-    found = candidates(workload.transformer, settings, workload.batch, machine, Open(values), workload.image)
+    machine, given = Machine(card_of(None, capacity), capacity), settings.train.compile
+    compiles = ((True, False) if may_compile(settings.train) else (False,)) if given == "auto" else (given,)
+    left_open = Open.of_run(settings, machine, compiles)
+    found = candidates(workload.transformer, settings, workload.batch, machine, left_open, workload.image)
     return choose(list(found), settings, machine)
 
 

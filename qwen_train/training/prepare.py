@@ -33,7 +33,6 @@ from qwen_train.lora.reader import read_lora
 from qwen_train.memory.choice import (
     CHECKPOINTING,
     CHOSEN,
-    COMPILE,
     QUANTISATION,
     Candidate,
     Machine,
@@ -356,14 +355,10 @@ def choose_memory(
         return config, None
     if settings.compile and start.config.train.compile == "auto":
         compiles = (True, False)
-    left_open: dict[str, tuple[Any, ...]] = {COMPILE: compiles}
-    if is_auto:
-        left_open = Open.same_result(machine, compiles=True).values | left_open
-        if settings.method == "lora" and start.newest is None:
-            left_open[QUANTISATION] = tuple(dict.fromkeys((config.model.quantization, *settings.memory_quantization)))
+    left_open = Open.of_run(config, machine, compiles, is_new=start.newest is None)
     batch, image = largest_batch(batches.cache, batches.config, batches)[0], largest_image(start.validation_cache)
     try:
-        found = list(candidates(of_model, config, batch, machine, Open(left_open), image))
+        found = list(candidates(of_model, config, batch, machine, left_open, image))
     except ModelError:  # a quantisation that is not known
         return config, None
     choice = choose(found, config, machine)

@@ -39,8 +39,8 @@ PRESETS = (
     Preset(
         "Chosen by the run",
         MEMORY,
-        "The fastest of offloaded blocks and activations, gradient checkpointing and compile that fits the GPU; what is "
-        "trained stays the same. The plan names it.",
+        "The fastest of offloaded blocks and activations, gradient checkpointing and compile that fits the GPU. It "
+        "changes no result, and the plan names it.",
         {"train.memory": "auto"},
     ),
     _offload(24, 40, 60, 27.5, QWEN_IMAGE),
