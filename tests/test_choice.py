@@ -87,11 +87,11 @@ def test_the_choice_is_the_best_of_all_that_fit(monkeypatch: pytest.MonkeyPatch)
     assert len(between) > 2
     for memory, host in itertools.product((0.9 * sizes[0], *between, 1.1 * sizes[-1]), (1.0, largest / 2, largest)):
         machine = Machine(SLOW_BUS, memory, host)
-        fitting = [each for each in everything if each[1] <= machine.memory and each[2] <= (machine.host_memory or 0)]
+        fitting = [each for each in everything if each[1] <= machine.memory and each[2] <= host]
         choice = choose(list(candidates(MIDDLE, PLAIN, LARGE, machine, left_open)), PLAIN, machine)
         if not fitting:
             assert choice.best == []
-            least = min(each[1] for each in everything if each[2] <= (machine.host_memory or 0))
+            least = min(each[1] for each in everything if each[2] <= host)
             assert choice.nearest.memory == pytest.approx(least, rel=0.01)
             continue
         best = choice.best[0]
@@ -101,19 +101,21 @@ def test_the_choice_is_the_best_of_all_that_fit(monkeypatch: pytest.MonkeyPatch)
         assert best.host_memory == host_bytes(MIDDLE, again, LARGE)
 
 
-def test_what_a_run_refuses_is_no_candidate_and_appears_once_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_check_of_a_run_refuses_is_no_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
     machine, settings = Machine("RTX 4090", 1e12, None, 2), with_layout(load_config(None), "cuda")
     left_open = Open({QUANTISATION: ("none", "nf4"), FSDP: (False, True), CHECKPOINTING: (True,)})
 
     def kinds() -> set[tuple[Any, ...]]:
         return {each.kind for each in candidates(MIDDLE, settings, LARGE, machine, left_open)}
 
-    sharded = changed(settings, {FSDP: True, QUANTISATION: "nf4"})
-    assert refusal(sharded, MIDDLE, 2) == "train.fsdp cannot shard quantised weights"
-    assert ("nf4", False, False, False, True) not in kinds()
-    assert {("nf4", False, False, False, False), ("none", False, False, False, True)} < kinds()
-    monkeypatch.setattr("qwen_train.model.combinations.check_sharding", lambda *_: None)
+    def only_whole(config: Config, *_: Any) -> None:
+        if config.train.fsdp and config.model.quantization != "none":
+            raise ConfigError("not these")
+
     assert ("nf4", False, False, False, True) in kinds()
+    monkeypatch.setattr("qwen_train.model.combinations.check_sharding", only_whole)
+    assert refusal(changed(settings, {FSDP: True, QUANTISATION: "nf4"}), MIDDLE, 2) == "not these"
+    assert kinds() == {(*each, False, False, False) for each in (("none",), ("nf4",))} | {("none", *[False] * 3, True)}
 
 
 def test_only_what_leaves_the_result_the_same_is_open_to_a_run() -> None:

@@ -149,7 +149,7 @@ def print_plan(report: dict[str, Any]) -> None:
     """Print the report as text on stdout."""
     from rich.table import Table
 
-    from qwen_train.memory.prediction import PARTS
+    from qwen_train.memory.prediction import HOST_PARTS, PARTS
 
     out, table = results(soft_wrap=True), Table(box=None, show_header=False)
     table.add_column()
@@ -168,6 +168,9 @@ def print_plan(report: dict[str, Any]) -> None:
             f"with {plural(choice['blocks'], 'block')} recomputed: {human_bytes(choice['memory'])}, "
             f"{100 * choice['time']:.0f} % of the time with all"
         )
+    host = {words: human_bytes(report["host"][name]) for name, words in HOST_PARTS.items() if report["host"][name]}
+    parts = ", ".join(f"{words} {size}" for words, size in host.items())
+    out.print(f"[bold]host in all[/]  {human_bytes(report['host']['total'])} a process: {parts}", highlight=False)
     if report["host_memory"]:
         out.print(f"[bold]host memory[/]  {human_bytes(report['host_memory'])} for what is offloaded, pinned")
     steps = report["steps"]

@@ -123,7 +123,8 @@ class Candidate:
     """Of a step, in which each GPU trains a batch; computed."""
 
     def fits(self, machine: Machine) -> bool:
-        return self.memory <= machine.memory and self.host_memory <= (machine.host_memory or float("inf"))
+        on_host = machine.host_memory is None or self.host_memory <= machine.host_memory
+        return self.memory <= machine.memory and on_host
 
     @property
     def kind(self) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from qwen_train.memory.prediction import (
     SAFE,
     block_bytes,
     changed,
-    host_bytes,
+    predict_host_memory,
     predict_memory,
 )
 from qwen_train.memory.sizes import SampleSize, tokens_of
@@ -94,11 +94,13 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     if settings.train.gradient_checkpointing == "auto" and not offloads:
         choices = by_recomputed_blocks(settings, workload, capacity)
     memory = predict_memory(transformer, settings, batch, image=image)
+    host = predict_host_memory(transformer, settings, batch, memory)
     report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
         "largest_sample": tokens_of([largest], settings.train, family),
         "memory": {**asdict(memory), "total": memory.total},
-        "host_memory": host_bytes(transformer, settings, batch),
+        "host_memory": host.offloaded,
+        "host": {**asdict(host), "total": host.total},
     } | ({"recomputed_blocks": choices} if choices else {})
     if chosen:
         report["chosen"] = {"words": chosen.words(given), "total": chosen.memory, "recomputed": chosen.recomputed}
@@ -152,7 +154,10 @@ def fit(settings: Config, workload: Workload, machine: Machine) -> dict[str, Any
     settings, transformer = with_layout(settings, ACCELERATOR), workload.transformer
     left_open = Open.of_plan(settings, machine, transformer)
     found = list(candidates(transformer, settings, workload.batch, machine, left_open, workload.image))
-    choice = choose(found, settings, machine)
+    memory = predict_memory(transformer, settings, workload.batch)
+    host = predict_host_memory(transformer, settings, workload.batch, memory)
+    left = None if machine.host_memory is None else machine.host_memory - (host.total - host.offloaded)
+    choice = choose(found, settings, replace(machine, host_memory=left))
     shown = choice.best[:SHOWN]
     exact = [each for each in choice.best if each.is_exact(settings)]
     shown += exact[:1] if not any(each in shown for each in exact) else []

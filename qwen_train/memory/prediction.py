@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from qwen_cache.format.sample import token_count
 from qwen_cache.models.family import family_of_transformer
 from qwen_cache.models.hardware import ON_DEVICE, piece_sizes
 from qwen_cache.settings.load import Config
@@ -22,7 +23,7 @@ from qwen_train.lora.files import assistant_bytes, check_adapter
 from qwen_train.memory import pieces
 from qwen_train.memory.pieces import Device, Measured
 from qwen_train.memory.sizes import SampleSize, tokens_of
-from qwen_train.model.combinations import check_offload, is_update_fused, with_layout
+from qwen_train.model.combinations import check_offload, is_update_fused, kind_of, with_layout
 
 ACCELERATOR = "cuda"
 """Or any other: predictions are the same."""
@@ -39,6 +40,16 @@ PARTS = {
     "reserved": "driver and context, estimated",
 }
 """The fields of `Memory` in words."""
+
+
+HOST_PARTS = {
+    "program": "program, estimated",
+    "offloaded": "offloaded",
+    "batches": "batches",
+    "loading": "while loading",
+    "saving": "while saving",
+}
+"""The fields of `HostMemory` in words."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,59 @@ def host_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[Sa
         recomputed = -(-int(transformer["num_layers"]) // every)
         total += (recomputed - stay) * sum(piece_sizes(input_bytes(transformer, settings, batch)))
     return total
+
+
+PROGRAM = 2_500_000_000
+"""Python, torch and the libraries and the context of CUDA; on a CPU, whose torch has none, 0.4 GB was measured."""
+IN_PREPARATION = 3
+"""Batches whose memory is reused: one is trained, and two are made (`qwen_train/data/batches.py`)."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory of a process that trains on an accelerator.
+
+    Frozen weights are mapped from their files until they are on the device: the page cache holds them, once for all
+    processes of a machine, and gives them up where memory is short. Neither a VAE nor a text encoder is loaded, and
+    no process reads data for another.
+    """
+
+    program: int
+    """Estimated."""
+    offloaded: int
+    """Pinned: blocks, and the inputs of recomputed blocks."""
+    batches: int
+    """Pinned."""
+    loading: int
+    """What loading takes beside what stays: a block that is copied to pinned memory; of quantised weights also the
+    blocks that go to the device afterwards."""
+    saving: int
+    """The copies of a checkpoint: trained weights, their average, and the optimizer's state; in the main process."""
+
+    @property
+    def total(self) -> int:
+        """The peak: nothing is saved while a model is loaded."""
+        return self.program + self.offloaded + self.batches + max(self.loading, self.saving)
+
+
+def predict_host_memory(
+    transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], memory: Memory
+) -> HostMemory:
+    """The host memory of a run whose largest batch is `batch`, and whose device memory is `memory`."""
+    family, blocks = family_of_transformer(transformer), settings.train.offload_blocks
+    block = block_bytes(transformer, settings) if blocks else 0
+    is_quantised = kind_of(transformer, settings) != "none"
+    waiting = int(transformer["num_layers"]) - blocks if is_quantised else 0
+    latents = max(token_count(sample.img_shapes) for sample in batch) * len(batch) * settings.train.noise_draws
+    texts = max(sample.text_tokens for sample in batch) * len(batch)
+    width = int(transformer.get(family.text_width_key, 0))
+    return HostMemory(
+        program=PROGRAM,
+        offloaded=host_bytes(transformer, settings, batch),
+        batches=IN_PREPARATION * (2 * 4 * latents * int(transformer.get("in_channels", 64)) + 2 * texts * width),
+        loading=(1 + waiting) * block,
+        saving=memory.trained + memory.average + memory.optimizer,
+    )
 
 
 def input_bytes(transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize]) -> int:
