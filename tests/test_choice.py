@@ -18,6 +18,7 @@ from qwen_train.memory import cost, pieces
 from qwen_train.memory.choice import (
     ACTIVATIONS,
     CHECKPOINTING,
+    CLOSE,
     FSDP,
     OFFLOAD,
     QUANTISATION,
@@ -95,7 +96,7 @@ def test_the_choice_is_the_best_of_all_that_fit(monkeypatch: pytest.MonkeyPatch)
             assert choice.nearest.memory == pytest.approx(least, rel=0.01)
             continue
         best = choice.best[0]
-        assert best.seconds == pytest.approx(min(seconds for *_, seconds in fitting), rel=5e-3)
+        assert best.seconds < CLOSE * min(seconds for *_, seconds in fitting)
         again = changed(PLAIN, {name: best.settings[name] for name in (OFFLOAD, CHECKPOINTING)})
         assert best.memory == pytest.approx(predict_memory(MIDDLE, again, LARGE).total, rel=0.01)
         assert best.host_memory == host_bytes(MIDDLE, again, LARGE)
@@ -164,7 +165,7 @@ def test_the_seconds_of_recomputing_and_copying(monkeypatch: pytest.MonkeyPatch)
     whole = step_seconds(REAL, settings, work, Way(60), card, "none", 0)
     assert step_seconds(REAL, settings, work, Way(60), card, "int8_convrot", 0) == pytest.approx(whole / 2)
     waiting = step_seconds(REAL, settings, work, Way(60, offloaded=30), card, "none", 1e10)
-    assert waiting == pytest.approx(max(whole / 3, 300) + max(2 * whole / 3, 300))
+    assert waiting == pytest.approx(max(whole / 3, 300) + max(2 * whole / 3, 300)), "600 s of copies in two passes"
 
 
 def test_settings_are_in_the_order_that_an_h100_measured() -> None:
@@ -200,30 +201,30 @@ def published_here() -> bool:
     return bool(of_file["versions"] == pieces._versions())
 
 
-def test_the_table_of_the_docs_is_computed() -> None:
-    """Two rows of it; `python tools/fit_table.py` prints all."""
+@pytest.mark.parametrize("size", ["16 GB", "24 GB"])
+def test_the_table_of_the_docs_is_computed(size: str) -> None:
+    """The cells that need no new measurement; `python tools/fit_table.py` prints all."""
     if not published_here():
         pytest.skip("with other versions of the libraries it would be measured again")
     tool: Any = load_tool("fit_table")
     page = (ROOT / "docs/howto/train-on-24gb.md").read_text(encoding="utf-8")
-    assert tool.row("Qwen-Image-Edit", "24 GB") in page
-    assert tool.row("Qwen-Image-2.1", "16 GB") in page
+    for name in tool.TRANSFORMERS:
+        assert tool.exact_cells(name, size) in page
 
 
+@pytest.mark.slow
 def test_the_fastest_and_the_next_best_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    if not published_here():
-        pytest.skip("with other versions of the libraries it would be measured again")
     settings = load_config(None)
     workload = Workload(REAL, {}, LARGE, LARGE[0])
     found = fit(settings, workload, Machine("RTX 4090", 24e9, 64e9))
     seconds = [each["seconds"] for each in found["choices"]]
-    assert seconds == sorted(seconds)
+    assert seconds[0] < CLOSE * min(seconds)
     assert any(each["same_result"] for each in found["choices"])
     assert all(each["memory"] <= 24e9 and each["host_memory"] <= 64e9 for each in found["choices"])
     assert len({json.dumps(each["settings"]) for each in found["choices"]}) == len(seconds) >= 3
     print_fit(found)
     printed = capsys.readouterr().out
-    assert "1 GPU with 24.0 GB, 64.0 GB of host memory; seconds are computed for a RTX 4090" in printed
+    assert "1 GPU with 24.0 GB, 64.0 GB of host memory; seconds are computed for the RTX 4090" in printed
     assert "; changes the result" in printed
     assert "times the first" in printed
     nothing = fit(settings, workload, Machine("RTX 4060", 2e9, 8e9))

@@ -2,8 +2,8 @@
 
     python tools/fit_table.py [--row "24 GB"] [--measured]
 
-It prints the table of docs/howto/train-on-24gb.md, which `qwen-train plan --fit` says of one cache: a LoRA of rank 16,
-in bfloat16, one edit of 1024² with one control. With --measured it prints instead how far the computed seconds are from
+It prints the table of docs/howto/train-on-24gb.md, in the way of `qwen-train plan --fit`: a LoRA of rank 16, in
+bfloat16, one edit of 1024² with one control. With --measured it prints instead how far the computed seconds are from
 those of the training steps in docs/gpu/, and how many pairs of settings are in the measured order.
 """
 
@@ -18,12 +18,11 @@ from typing import Any
 
 from make_pieces import MODELS
 
-from qwen_cache.settings.load import load_config
+from qwen_cache.settings.load import Config, load_config
 from qwen_cache.terminal import human_bytes
 from qwen_train.memory import pieces
-from qwen_train.memory.choice import Machine
+from qwen_train.memory.choice import CHECKPOINTING, Candidate, Machine, Open, candidates, choose
 from qwen_train.memory.cost import CARDS, Way, Work, card_of, step_seconds
-from qwen_train.memory.plan import Workload, fit
 from qwen_train.memory.prediction import block_bytes
 from qwen_train.memory.sizes import SampleSize
 from qwen_train.model.combinations import kind_of, with_layout
@@ -37,8 +36,6 @@ MACHINES = {
     **{f"{size} GB": Machine(card_of(None, size * GB), size * GB) for size in (8, 12, 16, 24, 48, 80)},
     "2 × 24 GB": Machine(card_of(None, 24 * GB), 24 * GB, None, 2),
 }
-ROUNDED = "†"
-"""After settings that change the result."""
 
 
 def edit(name: str, text: int | None = None, side: int = 64, controls: int = 1) -> SampleSize:
@@ -49,38 +46,47 @@ def edit(name: str, text: int | None = None, side: int = 64, controls: int = 1) 
     return SampleSize((shape,) * (1 + controls), tokens, (7,) * controls if is_21 else ())
 
 
-def fitted(name: str, machine: Machine) -> dict[str, Any]:
-    """The report of `qwen-train plan --fit` for a model."""
-    settings = load_config(None, ["train.max_steps=2000"])
-    sample = edit(name)
-    return fit(settings, Workload(TRANSFORMERS[name], {}, [sample], sample), machine)
+def best(name: str, machine: Machine, *, exact: bool) -> list[Candidate]:
+    """The fastest of each kind that fit; `exact`: of those that leave the result the same."""
+    settings, transformer = settings_of_all(), TRANSFORMERS[name]
+    whole = Open.of_plan(settings, machine, transformer)
+    left_open = Open.same_result(machine, compiles=True) if exact else whole
+    return choose(list(candidates(transformer, settings, [edit(name)], machine, left_open)), settings, machine).best
 
 
-def row(name: str, size: str) -> str:
-    """A row of the table: the fastest settings, what they take, and the next best."""
-    found = fitted(name, MACHINES[size])
-    cells = [name, size, found["card"]]
-    if not found["choices"]:
-        return f"| {' | '.join([*cells, 'nothing', '–', '–', '–', '–'])} |"
-    first, *others = found["choices"]
-    seconds = f"{first['seconds']:.3g} s"
-    host = human_bytes(first["host_memory"]) if first["host_memory"] else "–"
-    following = [f"{words(each, found)} {each['seconds'] / first['seconds']:.2f} ×" for each in others]
-    cells += [words(first, found), human_bytes(first["memory"]), host, seconds, "; ".join(following) or "–"]
-    return f"| {' | '.join(cells)} |"
+def settings_of_all() -> Config:
+    return with_layout(load_config(None), "cuda")
 
 
-def words(choice: dict[str, Any], found: dict[str, Any]) -> str:
-    """The settings of a choice, without the names of their sections."""
-    changes = dict(choice["settings"])
-    auto = changes.get("train.gradient_checkpointing") == "auto"
-    each = [f"`{name.partition('.')[2]}={json.dumps(value)}`".replace('"', "") for name, value in changes.items()]
-    text = " ".join(each) or "defaults"
-    count = f" ({choice['recomputed_blocks']} of {found['blocks']})" if auto else ""
-    return text + count + ("" if choice["same_result"] else f" {ROUNDED}")
+def exact_cells(name: str, size: str) -> str:
+    """The first cells of a row: what leaves the result the same."""
+    machine = MACHINES[size]
+    cells = [name, size, machine.card]
+    if not (found := best(name, machine, exact=True)):
+        return f"| {' | '.join([*cells, 'nothing fits', '–', '–', '–'])} |"
+    first = found[0]
+    host = human_bytes(first.host_memory * machine.gpus) if first.host_memory else "–"
+    return f"| {' | '.join([*cells, words(first, name), human_bytes(first.memory), host, f'{first.seconds:.3g} s'])} |"
 
 
-HEADER = ("model", "GPU", "computed for", "fastest", "GPU memory", "host memory", "a step", "next, and times as long")
+def other_cells(name: str, size: str) -> str:
+    """The last cell: the fastest two that change the result, with the seconds of each."""
+    settings = settings_of_all()
+    found = [each for each in best(name, MACHINES[size], exact=False) if not each.is_exact(settings)]
+    each = [f"{words(it, name)}, {human_bytes(it.memory)}, {it.seconds:.3g} s" for it in found[:2]]
+    return f" {'; '.join(each) or 'nothing fits'} |"
+
+
+def words(choice: Candidate, name: str) -> str:
+    """The settings of a candidate, without the names of their sections."""
+    changes = choice.changes(settings_of_all())
+    auto = changes.get(CHECKPOINTING) == "auto"
+    each = [f"`{key.partition('.')[2]}={json.dumps(value)}`".replace('"', "") for key, value in changes.items()]
+    count = f" ({choice.recomputed} of {TRANSFORMERS[name]['num_layers']})" if auto else ""
+    return (" ".join(each) or "defaults") + count
+
+
+HEADER = ("model", "GPU", "computed for", "same result", "GPU memory", "host memory", "a step", "other results")
 
 
 def table(sizes: list[str]) -> Iterator[str]:
@@ -88,7 +94,7 @@ def table(sizes: list[str]) -> Iterator[str]:
     yield f"|{' --- |' * len(HEADER)}"
     for name in TRANSFORMERS:
         for size in sizes:
-            yield row(name, size)
+            yield exact_cells(name, size) + other_cells(name, size)
 
 
 # ---- against measured steps ------------------------------------------------------------------------------------------

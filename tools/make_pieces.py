@@ -22,7 +22,6 @@ from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import load_config
 from qwen_cache.storage.measured import versions
 from qwen_train.memory import pieces
-from qwen_train.memory.choice import KINDS
 from qwen_train.memory.sizes import BatchKind
 from qwen_train.model.combinations import with_layout
 
@@ -32,21 +31,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen-Image-2.1": {"_class_name": QWEN_IMAGE_21.transformer, "num_layers": 32},
 }
 """The transformers, as far as they differ from diffusers' defaults."""
-SETTINGS: tuple[list[str], ...] = tuple(
-    [
-        f"model.quantization={kind}",
-        f"train.tabulated_modulation={table}",
-        f"train.gradient_checkpointing={recomputed}",
-    ]
-    for kind, table, recomputed in product(KINDS, ("false", "true"), ("true", "false"))
+SETTINGS: tuple[list[str], ...] = (
+    [],
+    ["train.gradient_checkpointing=false"],
+    ["train.tabulated_modulation=true"],
+    ["model.quantization=int8_convrot"],
+    ["model.quantization=nf4"],
 )
-"""What `qwen-train plan --fit` compares; the other choices of a run, and what `plan` proposes, are among them."""
+"""The default, which recomputes all blocks, and what a run that chooses by itself and `plan` compare it with. The
+others of `plan --fit` are measured once."""
 
 
 def questions() -> Iterator[tuple[dict[str, Any], str, BatchKind | None]]:
     """The key of each measurement, what is measured, and the kind of batches."""
     for transformer, assignments in product(MODELS.values(), SETTINGS):
-        if transformer["_class_name"] == QWEN_IMAGE_21.transformer and "train.tabulated_modulation=true" in assignments:
+        if transformer["_class_name"] == QWEN_IMAGE_21.transformer and "tabulated" in "".join(assignments):
             continue
         settings = with_layout(load_config(None, assignments), "cuda")
         key = pieces.key_of(transformer, settings, "accelerator")

@@ -211,7 +211,7 @@ def print_fit(fit: dict[str, Any]) -> None:
     out = results(soft_wrap=True)
     gpus = f"{plural(fit['gpus'], 'GPU')} with {human_bytes(fit['gpu_memory'])}" + (" each" if fit["gpus"] > 1 else "")
     host = "" if fit["host_memory"] is None else f", {human_bytes(fit['host_memory'])} of host memory"
-    out.print(f"[bold]fit[/]            {gpus}{host}; seconds are computed for a {fit['card']}", highlight=False)
+    out.print(f"[bold]fit[/]            {gpus}{host}; seconds are computed for the {fit['card']}", highlight=False)
     for number, row in enumerate(fit["choices"], 1):
         slower = f", {row['seconds'] / fit['choices'][0]['seconds']:.2f} times the first" if number > 1 else ""
         rounds = "" if row["same_result"] else "; changes the result"

@@ -11,6 +11,7 @@ Imports torch only for what is not remembered.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -325,16 +326,23 @@ class Choice:
     nearest: Candidate
 
 
+CLOSE = 1.02
+"""Times that differ by less count as equal: those of the steps in docs/gpu/ vary by as much."""
+
+
 def choose(found: Collection[Candidate], settings: Config, machine: Machine) -> Choice:
     """Order `found`, which has one candidate or more. Of those that are as fast, one that leaves the result the same
     comes first, then the one that takes less host memory, that recomputes less, and that takes less memory."""
+    fitting = [each for each in found if each.fits(machine)]
+    fastest = min((each.seconds for each in fitting), default=1.0)
 
     def order(each: Candidate) -> tuple[Any, ...]:
+        slower = int(math.log(each.seconds / fastest, CLOSE)) if fitting else 0
         again = each.recomputed, not each.keeps_attention
-        return float(f"{each.seconds:.3g}"), not each.is_exact(settings), each.host_memory, *again, each.memory
+        return slower, not each.is_exact(settings), each.host_memory, *again, each.memory
 
     best: dict[tuple[Any, ...], Candidate] = {}
-    for each in sorted((each for each in found if each.fits(machine)), key=order):
+    for each in sorted(fitting, key=order):
         best.setdefault(each.kind, each)
     nearest = min(found, key=lambda each: (not replace(each, memory=0).fits(machine), each.memory, order(each)))
     return Choice(list(best.values()), nearest)

@@ -3,8 +3,8 @@
 A step is a forward pass, and a backward pass with what is recomputed in it. Each takes as long as the slowest of three
 that run at the same time: the kernels, the host that launches them, and the bus, over which offloaded blocks and inputs
 and the shards of other processes come. Kernels are products of matrices, attention, and the traffic of everything else,
-each at a rate that the card reaches. Left out: a LoRA's own products, the optimizer, the loss, the loading of data, and
-that copies and kernels share the card's memory. Imports no torch.
+each at a rate that the card reaches. Left out: a LoRA's own products, the optimizer, the loss and the loading of data.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -196,6 +196,8 @@ def step_seconds(
 
     launches = LAUNCHES["compiled" if compiled else "eager"]
     arriving = way.offloaded * block / card.bus
+    copied = (way.offloaded * block + way.inputs) / card.bandwidth  # which kernels have less of
+    forward, backward = forward + copied, backward + copied
     if way.processes > 1:  # gathered for each pass
         arriving += layers * block * (way.processes - 1) / way.processes / (card.bus / 2)
     forward = max(forward, layers * launches, arriving, way.inputs / card.bus)  # the bus has two directions
