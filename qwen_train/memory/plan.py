@@ -36,7 +36,7 @@ from qwen_train.memory.prediction import (
     predict_memory,
 )
 from qwen_train.memory.sizes import SampleSize, tokens_of
-from qwen_train.model.combinations import class_name, may_compile, with_layout
+from qwen_train.model.combinations import chooses_blocks, class_name, may_compile, with_layout
 
 FEWEST = -1
 """Placeholder for the smallest number of blocks that fits."""
@@ -90,8 +90,7 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     transformer, batch, largest = workload.transformer, workload.batch, workload.sample
     family, image = family_of_transformer(transformer), workload.image
     choices = []
-    offloads = settings.train.offload_blocks or settings.train.offload_activations
-    if settings.train.gradient_checkpointing == "auto" and not offloads:
+    if chooses_blocks(settings.train):
         choices = by_recomputed_blocks(settings, workload, capacity)
     memory = predict_memory(transformer, settings, batch, image=image)
     host = predict_host_memory(transformer, settings, batch, memory)

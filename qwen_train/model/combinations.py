@@ -107,9 +107,15 @@ def _targeted(name: str, targets: list[str] | str) -> bool:
     return False
 
 
-# ---- offloaded blocks ------------------------------------------------------------------------------------------------
+# ---- offloading ------------------------------------------------------------------------------------------------------
 
 ALL_ON_DEVICE = "set train.offload_blocks=0"
+
+
+def chooses_blocks(settings: TrainConfig) -> bool:
+    """True if train.gradient_checkpointing=auto chooses the blocks; with offloading it recomputes all."""
+    offloads = settings.offload_blocks or settings.offload_activations
+    return settings.gradient_checkpointing == "auto" and not offloads
 
 
 def check_offload(config: Config, transformer: Mapping[str, Any]) -> None:

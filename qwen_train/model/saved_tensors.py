@@ -35,7 +35,7 @@ from qwen_cache.models.devices import (
 
 
 def saving(transformer: Any, block: nn.Module, arguments: Sequence[Any]) -> AbstractContextManager[Any]:
-    """The context of a block's pass with these arguments: what autograd saves there, it saves as said above."""
+    """The context of a block's pass with these arguments, in which autograd saves weights and inputs as said above."""
     weights, inputs, entered = transformer.offloaded_blocks, transformer.offloaded_inputs, None
     if not torch.is_grad_enabled() or (weights is None and inputs is None):
         return nullcontext()
@@ -69,7 +69,7 @@ class OffloadedInputs:
         """Each with its last user: it is free when that is deleted."""
         self.stream: Any = None
         self.copied: BlockInputs | None = None
-        """Those whose copy, in either direction, may be under way."""
+        """The block whose copy, in either direction, may be under way."""
 
     def enter(self, rows: Sequence[Tensor], *, is_first: bool, is_last: bool) -> BlockInputs:
         """The inputs of the block that begins to compute, on their way to the host unless it is the last one; those of

@@ -26,7 +26,7 @@ from qwen_train.model.attention import QwenImageMultiResTransformerBlock as Bloc
 from qwen_train.model.compilation import compile_blocks, with_compile
 from qwen_train.model.placement import offload_blocks
 from qwen_train.model.saved_tensors import OffloadedInputs
-from qwen_train.weights import checkpoint_blocks, freeze_unreached
+from qwen_train.weights import checkpoint_blocks, freeze_unreached, recomputed_blocks
 from tests.support import transformer_21_judge as judge_21
 from tests.support import transformer_judge as judge
 from tests.support.marks import slow
@@ -122,10 +122,10 @@ def test_a_call_of_the_stock_model_is_not_compiled() -> None:
     ("family", "every", "blocks", "activations"),
     [
         ("20B", 1, 3, True),
-        slow("20B", 2, 2, True),
+        slow("20B", 2, 4, True),
         slow("20B", 0, 3, False),
-        slow("2.1", 1, 2, False),
-        slow("2.1", 2, 3, True),
+        slow("2.1", 1, 3, False),
+        slow("2.1", 2, 5, True),
     ],
 )
 def test_blocks_in_host_memory_have_the_same_graphs_and_results(
@@ -139,12 +139,12 @@ def test_blocks_in_host_memory_have_the_same_graphs_and_results(
     for offloaded, kept in ((0, None), (blocks, OffloadedInputs() if activations else None)):
         torch.compiler.reset()
         counters.clear()
-        model = its.multi_res_model(its.stock_model(), "packed")
+        model = its.multi_res_model(its.stock_model(num_layers=5), "packed")
         adapted(model, lora)
         freeze_unreached(model)
         for parameter in model.parameters():  # at addresses for which a CPU chooses its kernels, as those of a buffer
             parameter.data = parameter.data.clone()
-        checkpoint_blocks(model, range(0, 3, every) if every else ())
+        checkpoint_blocks(model, recomputed_blocks(every, 5))
         compile_blocks(model, backend="aot_eager")
         model.offloaded_inputs = kept
         if offloaded:
