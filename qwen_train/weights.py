@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils.checkpoint import checkpoint
 
 from qwen_cache.errors import ConfigError, ModelError, TrainError
@@ -41,6 +42,8 @@ CPU = torch.device("cpu")
 FOLDER = "transformer"  # of a full training's result, as in a pipeline's folder
 FILE_PATTERN = "diffusion_pytorch_model{suffix}.safetensors"
 MAX_SHARD_SIZE = "10GB"  # as save_pretrained
+TORCH = "2.13"
+"""The oldest torch that is known to shard integers; 2.10 takes them for weights to train."""
 FEW_ROWS = ("img_mod", "txt_mod")
 """The layers inside the blocks of the 20B family that have a row for each sample, and no token."""
 
@@ -69,6 +72,9 @@ def load_transformer(model: ModelFolder, config: Config, device: torch.device = 
             do="set train.method=lora" + ("" if quantised else ", or model.quantization=none"),
         )
     check_offload(config, saved)
+    if in_parts and (kind != "none" or quantised) and TorchVersion(torch.__version__) < TORCH:
+        what, do = "train.fsdp shards quantised weights with a newer torch", "update torch, or set train.fsdp=false"
+        raise ConfigError(what, expected=f"{TORCH} or newer", found=torch.__version__, do=do)
     as_stored = settings.method == "full" and not settings.stochastic_rounding
     dtype = _stored_dtype(model) if as_stored else compute_dtype(settings)
     model_class = trained_class(saved, where)

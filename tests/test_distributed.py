@@ -111,13 +111,14 @@ ROUNDED = {"train.stochastic_rounding": True, "train.mixed_precision": "bf16", "
         (True, "full", {}),
         (True, "lora", {"model.quantization": "int8"}),
         (True, "full", ROUNDED),
+        (False, "full", ROUNDED),
     ],
-    ids=["ddp", "fsdp2", "fsdp2, full", "fsdp2, int8", "fsdp2, full, rounded"],
+    ids=["ddp", "fsdp2", "fsdp2, full", "fsdp2, int8", "fsdp2, full, rounded", "ddp, full, rounded"],
 )
 def test_two_stopped_processes_resume_bit_for_bit(
     train: Trainer, fsdp: bool, method: str, changes: dict[str, Any]
 ) -> None:
-    """With dropout and rounding at random, which each draws for itself."""
+    """With dropout, which each draws for itself, and rounding at random, in which all draw the same."""
     if changes is ROUNDED:
         pytest.importorskip("torchao")
     settings = {**STEPS, "train.fsdp": fsdp, "train.method": method, "train.lora.lora_dropout": 0.3, **changes}

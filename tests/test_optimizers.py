@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import bitsandbytes
 import pytest
 import torch
-from torch.distributed.tensor import Shard, distribute_tensor
+from safetensors.torch import load_file
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
 from qwen_train.training.optimizers import make_optimizer, optimizer_class
-from qwen_train.training.start import check_optimizer
+from qwen_train.training.start import CLASSES, ROUNDING, SHARDABLE, check_optimizer
 
-from .support.ranks import second_of_two
+from .support.parts import Layers, few_steps
+from .support.paths import ROOT
+from .support.runs import connected
+
+PAGE = ROOT / "docs/howto/optimizers-and-losses.md"
 
 
 def config(name: str, **settings: Any) -> Config:
@@ -119,13 +126,44 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
         assert str(refusal.value).endswith(f"→ {install_command(extra)}")
 
 
-@pytest.mark.parametrize("name", ["adafactor", "adamw8bit", "torch.optim.Muon"])
-def test_one_that_needs_whole_weights_is_refused_for_parts_of_them(name: str) -> None:
-    with second_of_two() as mesh:
-        part = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Shard(0)], src_data_rank=None))
-        with pytest.raises(ConfigError, match=f"{name} cannot be used with train.fsdp"):
-            make_optimizer(config(name), [part])
-        make_optimizer(config("adamw"), [part])
+ROWS = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+OFFERED = [*CLASSES, *re.findall(r"`(\w+(?:\.\w+)+)`", " ".join(row.split("|")[1] for row in ROWS))]
+"""The optimizers with a short name, and those of the page."""
+
+
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of `support/parts.py`, by two processes over gloo."""
+    folder = tmp_path_factory.mktemp("parts")
+    names = [name for name in SHARDABLE if name != ROUNDING["adamw"] and find_spec(name.partition(".")[0])]
+    done = connected(["-m", "tests.support.parts", folder, *names], 2)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SHARDABLE if name != ROUNDING["adamw"]])
+def test_one_that_is_offered_for_weights_in_parts_trains_them_as_whole_ones(name: str, in_parts: Path) -> None:
+    """Its state, too, from which another number of processes continues."""
+    pytest.importorskip(name.partition(".")[0])
+    found, expected = load_file(in_parts / f"{name}.safetensors"), few_steps(name)
+    start = Layers().state_dict()
+    assert all(not torch.equal(found[f"weight.{key}"], value) for key, value in start.items())
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_every_other_one_is_refused_for_weights_in_parts_by_name(name: str) -> None:
+    settings = Config.model_validate({"optimizer": {"name": name}, "train": {"fsdp": True}})
+    if CLASSES.get(name, name) in SHARDABLE:
+        check_optimizer(settings, 2)
+        return
+    check_optimizer(settings, 1)
+    with pytest.raises(ConfigError) as refusal:
+        check_optimizer(settings, 2)
+    assert f"{name} cannot be used with train.fsdp: it is not known to train weights in parts" in str(refusal.value)
+    assert "(expected adamw, torch.optim.Adam, " in str(refusal.value)
+    assert "set optimizer.name to one of these, or train.fsdp=false" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

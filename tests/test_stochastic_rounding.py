@@ -1,4 +1,5 @@
-"""Full training in bfloat16: stochastic rounding is unbiased where rounding to nearest loses the update.
+"""Full training in bfloat16: stochastic rounding is unbiased, where rounding to nearest loses the update, and the same
+in every process.
 
 torchao compiles its update, which takes a C++ compiler or a GPU; here the same function runs without the compiler.
 """
@@ -11,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_train.memory.prediction import predict_memory
+from qwen_train.model.placement import full_tensor
 from qwen_train.training.optimizers import make_optimizer
+from qwen_train.training.rounding import draws, keys_of, rounded
 from qwen_train.training.start import check_optimizer
 
 from .support.commands import refused
 from .support.full_size import EDIT, bench
 from .support.marks import slow
+from .support.ranks import in_two_threads
 from .support.runs import SMALL, Trainer, differences, written
 
 ROUNDED = {
@@ -65,6 +72,55 @@ def test_small_updates_count_on_average(name: str) -> None:
     assert torch.equal(plain, torch.ones_like(plain)), "rounding to nearest would do as well"
 
 
+def rounded_steps(rank: int, processes: int) -> list[Tensor]:
+    """Two matrices of ones and a vector, whole, after two steps: of each about a 32nd of the elements moves."""
+    settings = config(learning_rate=2.0**-7 / 64, weight_decay=0.0)
+    whole = [torch.ones(shape, dtype=torch.bfloat16) for shape in ((301, 64), (301, 64), (999,))]
+    mesh = init_device_mesh("cpu", (processes,)) if processes > 1 else None
+    weights = [torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)]) if mesh else each) for each in whole]
+    optimizer, _ = make_optimizer(settings, weights)
+    for _ in range(2):
+        torch.manual_seed(rank)  # no draw depends on the random state of a process
+        for weight in weights:
+            weight.grad = torch.full_like(weight, -1.0)
+        optimizer.step()
+    return [full_tensor(weight.detach()) for weight in weights]
+
+
+def test_every_process_rounds_an_element_in_the_same_way_whole_or_in_parts() -> None:
+    whole = rounded_steps(0, 1)
+    moved = [weight > 1 for weight in whole]
+    assert all(torch.equal(a, b) for a, b in zip(whole, rounded_steps(1, 1), strict=True))
+    for parts in in_two_threads(lambda rank: rounded_steps(rank, 2)):
+        for ours, its in zip(parts, whole, strict=True):  # kernels may differ in the last bit of an update
+            assert float((ours != its).float().mean()) < 1e-3
+    both = float((moved[0] & moved[1]).float().mean())
+    assert both < 4 / 32**2, "tensors of one shape have the same draws"
+
+
+def test_draws_are_even_and_those_of_two_steps_independent() -> None:
+    weight, count = torch.zeros(512, 256), 1 << 17
+    one, two = (draws(weight, torch.tensor([0, *keys_of(0, step, 0)])).double() / 2**16 for step in (1, 2))
+    for each in (one, two):
+        assert abs(float(each.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / count)
+        assert abs(float(each.square().mean()) - 1 / 3) < 5 * math.sqrt(4 / 45 / count)
+    pairs = {"steps": (one, two), "neighbours": (one[:, 1:], one[:, :-1]), "rows": (one[1:], one[:-1])}
+    for name, (a, b) in pairs.items():
+        correlation = float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1])
+        assert abs(correlation) < 5 / math.sqrt(a.numel()), name
+
+
+def test_rounding_keeps_what_bfloat16_has_and_what_is_no_number() -> None:
+    exact = torch.tensor([0.0, -0.0, 1.0, -3.5, math.inf, -math.inf, math.nan])
+    for draw in (0, 0xFFFF):
+        found = rounded(exact, torch.full(exact.shape, draw, dtype=torch.int32))
+        torch.testing.assert_close(found, exact.bfloat16(), rtol=0, atol=0, equal_nan=True)
+    between = torch.tensor([1 + 2.0**-9, -1 - 2.0**-9])  # a quarter of the way to the next number
+    assert [
+        int((rounded(between, torch.full((2,), at, dtype=torch.int32)).abs() > 1).sum()) for at in (49151, 49152)
+    ] == [0, 2]
+
+
 @pytest.mark.parametrize("name", ["adamw", slow("adamw8bit")])
 def test_a_run_is_in_bfloat16_and_a_resumed_one_equals_it(train: Trainer, name: str) -> None:
     settings = ROUNDED | {"optimizer.name": name, "lr_scheduler.name": "constant_with_warmup"}
@@ -83,18 +139,17 @@ def test_a_run_is_in_bfloat16_and_a_resumed_one_equals_it(train: Trainer, name: 
 
 
 @pytest.mark.parametrize(
-    ("settings", "processes", "message"),
+    ("settings", "message"),
     [
-        (config(train={"method": "lora"}), 1, "train.method=lora: a LoRA is small: its weights stay in float32"),
-        (config(train={"mixed_precision": "no"}), 1, "train.mixed_precision=no: the weights are in bfloat16"),
-        (config("adafactor"), 1, "optimizer.name=adafactor: only adamw and adamw8bit round so, by torchao"),
-        (config(train={"ema_decay": 0.9}), 1, "train.ema_decay=0.9: an average in bfloat16 would round its updates"),
-        (config(), 2, "2 processes: each would round its copy of the weights differently"),
+        (config(train={"method": "lora"}), "train.method=lora: a LoRA is small: its weights stay in float32"),
+        (config(train={"mixed_precision": "no"}), "train.mixed_precision=no: the weights are in bfloat16"),
+        (config("adafactor"), "optimizer.name=adafactor: only adamw and adamw8bit round so, by torchao"),
+        (config(train={"ema_decay": 0.9}), "train.ema_decay=0.9: an average in bfloat16 would round its updates"),
     ],
 )
-def test_what_it_cannot_be_combined_with(settings: Config, processes: int, message: str) -> None:
+def test_what_it_cannot_be_combined_with(settings: Config, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_optimizer(settings, processes)
+        check_optimizer(settings, 1)
     assert f"train.stochastic_rounding cannot be combined with {message}" in str(refusal.value)
     assert "set train.stochastic_rounding=false, or change that" in str(refusal.value)
 

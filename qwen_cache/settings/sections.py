@@ -393,7 +393,7 @@ class TrainConfig(BatchConfig):
     """lora: an adapter. full: every weight, kept in float32; the result goes to output_dir/transformer."""
     stochastic_rounding: bool = False
     """For full: keep weights, gradients and moments in bfloat16, in half the memory; updates are rounded at random, up
-    or down, so that small ones count on average. By torchao; with optimizer.name adamw or adamw8bit, one process."""
+    or down, so that small ones count on average. By torchao; with optimizer.name adamw or adamw8bit."""
     caches: list[WeightedCache] = []
     """Several caches in place of cache.path: [{path: a, weight: 2}, {path: b, weight: 0.5}]. An entry may also have
     recipe, loss_weight (a factor of the loss of its samples), and teacher: true, which keeps what the model does."""

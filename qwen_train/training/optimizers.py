@@ -5,7 +5,7 @@ optimizer by import path gets the learning rate, and everything else from `optim
 
 Schedule-free optimizers have two modes: gradients are computed at other weights than those to evaluate and to save.
 `evaluation_weights` switches between them, and restores the training weights bit for bit. Refused: what such an
-optimizer does itself (train.ema_decay), and optimizers that FSDP2 would change.
+optimizer does itself (train.ema_decay); and, in `start.py`, optimizers that FSDP2 would change.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import OptimizerConfig
 from qwen_train.model.combinations import is_update_fused
+from qwen_train.training.rounding import with_rounding
 from qwen_train.training.start import import_path, not_importable
 
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
-NOT_SHARDABLE = ("8bit", "4bit", "adafactor", "came", "lamb", "lars", "muon", "prodigy", "shampoo", "soap")
-"""Parts of the names of classes whose update depends on more of a weight than the FSDP2 shard of one process."""
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning rate schedules that fall towards the last step."""
 
@@ -39,15 +38,11 @@ def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> 
     """The optimizer and its learning rate schedule; ConfigError for settings that it does not take."""
     o, s = config.optimizer, config.lr_scheduler
     cls = optimizer_class(config)
-    if isinstance(parameters[0], DTensor) and any(part in cls.__name__.lower() for part in NOT_SHARDABLE):
-        raise ConfigError(
-            f"{o.name} cannot be used with train.fsdp", expected="adamw", found=o.name, do="set optimizer.name=adamw"
-        )
     arguments = {"lr": o.learning_rate, **_settings(o), **o.arguments}
     if is_update_fused(config, parameters[0].device):
         arguments["fused"] = True
     if config.train.stochastic_rounding:
-        arguments["bf16_stochastic_round"] = True
+        cls = with_rounding(cls, config.train.seed)
     try:
         with redirect_stdout(sys.stderr):  # some print what they chose
             optimizer = cls(parameters, **arguments)

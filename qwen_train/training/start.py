@@ -437,6 +437,14 @@ CLASSES = {
 }
 ROUNDING = {"adamw": "torchao.optim._AdamW", "adamw8bit": "torchao.optim.AdamW8bit"}
 """The classes for train.stochastic_rounding."""
+SHARDABLE = (
+    *(CLASSES["adamw"], ROUNDING["adamw"]),
+    *(f"torch.optim.{name}" for name in ("Adam", "NAdam", "RMSprop", "SGD")),
+    *(f"pytorch_optimizer.{name}" for name in ("AdEMAMix", "Lion")),
+    *(f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "RAdam", "SGD")),
+)
+"""The classes that train weights in parts (FSDP2) as whole ones, each tested. Of the others some have kernels that take
+no parts (bitsandbytes), and some need more of a weight than a process has (Adafactor, CAME, Muon, Prodigy)."""
 EXTRAS = {
     "bitsandbytes": "quantization",
     "torchao": "quantization",
@@ -449,7 +457,8 @@ EXTRAS = {
 
 
 def check_optimizer(config: Config, processes: int) -> None:
-    """ConfigError for an optimizer whose package is missing, and for stochastic rounding where it cannot work."""
+    """ConfigError for an optimizer whose package is missing, for one that FSDP2 would change, and for stochastic
+    rounding where it cannot work."""
     if config.train.stochastic_rounding:
         t, name = config.train, config.optimizer.name
         refused = {
@@ -457,10 +466,6 @@ def check_optimizer(config: Config, processes: int) -> None:
             f"train.mixed_precision={t.mixed_precision}": (t.mixed_precision != "bf16", "the weights are in bfloat16"),
             f"optimizer.name={name}": (name not in ROUNDING, f"only {' and '.join(ROUNDING)} round so, by torchao"),
             f"train.ema_decay={t.ema_decay}": (t.ema_decay > 0, "an average in bfloat16 would round its updates away"),
-            f"{processes} processes without train.fsdp": (
-                processes > 1 and not t.fsdp,
-                "each would round its copy of the weights differently",
-            ),
         }
         for found, (applies, reason) in refused.items():
             if applies:
@@ -469,6 +474,10 @@ def check_optimizer(config: Config, processes: int) -> None:
                     do="set train.stochastic_rounding=false, or change that",
                 )
     path = import_path(config)
+    if config.train.fsdp and processes > 1 and path not in SHARDABLE:
+        what = f"{config.optimizer.name} cannot be used with train.fsdp: it is not known to train weights in parts"
+        names = "adamw" if config.train.stochastic_rounding else f"adamw, {', '.join(SHARDABLE[2:])}"
+        raise ConfigError(what, expected=names, do="set optimizer.name to one of these, or train.fsdp=false")
     package = path.partition(".")[0]
     if find_spec(package) is None:
         raise not_importable(config.optimizer.name, path, f"No module named {package!r}")

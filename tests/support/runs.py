@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -144,13 +144,17 @@ class MixedTrainer(Trainer):
 
 
 def two(train: Trainer, *options: str, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """`qwen-train run`, or `program`, in two processes that find each other as under torchrun, and share their output;
-    or in more `processes`.
+    """`qwen-train run`, or `program`, in two processes, or in more `processes`."""
+    program, processes = changes.pop("program", ["-m", "qwen_train"]), int(changes.pop("processes", 2))
+    return connected([*program, *train.arguments(**changes), *options], processes)
+
+
+def connected(program: Sequence[str | Path], processes: int) -> subprocess.CompletedProcess[str]:
+    """A program of Python in processes that find each other as under torchrun, and share their output.
 
     If one fails, the others are ended.
     """
-    program, processes = changes.pop("program", ["-m", "qwen_train"]), int(changes.pop("processes", 2))
-    argv = list(map(str, [sys.executable, *program, *train.arguments(**changes), *options]))
+    argv = list(map(str, [sys.executable, *program]))
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {
         **{name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
