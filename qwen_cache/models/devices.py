@@ -511,14 +511,17 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types or not self.repeats or _gives_views(function):
+            return self._counted(function(*args, **kwargs))
         call = function, _without_data(args), _without_data(tuple(kwargs.items()))
-        if self.repeats and not types and call in self.layouts:
-            known = self.layouts[call]
-            result = tuple(map(_new, known)) if isinstance(known, list) else _new(known)
-        else:
-            result = function(*args, **kwargs)
-            if not types and _are_new(result, (*args, *kwargs.values())):
-                self.layouts[call] = list(map(_layout, result)) if isinstance(result, tuple) else _layout(result)
+        if (known := self.layouts.get(call)) is not None:
+            return self._counted(tuple(map(_new, known)) if isinstance(known, list) else _new(known))
+        result = function(*args, **kwargs)
+        if _are_new(result, (*args, *kwargs.values())):
+            self.layouts[call] = list(map(_layout, result)) if isinstance(result, tuple) else _layout(result)
+        return self._counted(result)
+
+    def _counted(self, result: Any) -> Any:
         for tensor in _tensors(result):
             if tensor.is_meta:
                 self._add(tensor.untyped_storage())
@@ -571,6 +574,12 @@ def course_of(run: Callable[[], object], *known: nn.Module) -> list[int]:
         run()
     after: list[int] = live.after
     return after
+
+
+@functools.cache
+def _gives_views(function: Any) -> bool:
+    """True if results of a function of torch may share the memory of its arguments."""
+    return any(each.alias_info is not None for each in function._schema.returns)
 
 
 def _are_new(result: Any, arguments: tuple[Any, ...]) -> bool:
