@@ -12,8 +12,10 @@ from typing import Any
 
 import diffusers
 import pytest
+import torch
 
 from qwen_cache.encode.memory import text_memory, vae_memory
+from qwen_cache.models.devices import LiveBytes
 from qwen_cache.settings.load import Config, load_config
 from qwen_cache.storage.measured import versions
 from qwen_train.memory import pieces, step
@@ -200,6 +202,29 @@ def test_every_setting_that_changes_the_bytes_is_in_the_key(monkeypatch: pytest.
     monkeypatch.setattr(pieces, "_code", lambda: "another version of our own modules")
     assert pieces.block(SMALL, settings) == of[0]
     assert len(asked) == 4
+
+
+def test_what_a_repeated_call_gives_is_counted_again_and_a_view_never() -> None:
+    """One or several tensors, some of which are not asked for; the second call is not computed."""
+    x, weight = torch.empty(8, 16, device="meta"), torch.empty(16, dtype=torch.bfloat16, device="meta")
+    aten, kept = torch.ops.aten, []
+    with LiveBytes([x, weight]) as live:
+        for times in (1, 2):
+            views = x.view(-1), x.t(), aten._unsafe_view(x, [16, 8])
+            assert all(view.untyped_storage()._cdata == x.untyped_storage()._cdata for view in views)
+            new = [x * 2, weight.float(), *aten.native_layer_norm(x, [16], None, None, 1e-5)]
+            asked = [True, False, False]
+            new += aten.native_layer_norm_backward(x, x, [16], *new[-2:], None, None, asked)
+            kept += [each for each in new if each is not None]
+            assert [None if each is None else (tuple(each.shape), each.dtype) for each in new] == [
+                ((8, 16), torch.float32),
+                ((16,), torch.float32),
+                *[((8, 16), torch.float32), ((8, 1), torch.float32), ((8, 1), torch.float32)],
+                *[((8, 16), torch.float32), None, None],
+            ]
+            assert live.now == live.peak == 4 * times * (3 * 8 * 16 + 16 + 2 * 8)
+        del kept[:], new
+        assert live.now == 0
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
