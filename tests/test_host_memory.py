@@ -67,7 +67,8 @@ for line in open("/proc/self/smaps"):
         is_weights = line.rstrip().endswith(".safetensors")
     elif is_weights and line.startswith("Pss:"):
         mapped += 1024 * int(line.split()[1])
-print(json.dumps({"anonymous": anonymous() - begin, "weights": mapped}))
+print(json.dumps({"anonymous": anonymous() - begin, "weights": mapped}), flush=True)
+sys.stdin.readline()
 """
 
 
@@ -95,9 +96,16 @@ def loading(folder: Path, *settings: str) -> subprocess.Popen[str]:
 
 def ended(processes: list[subprocess.Popen[str]]) -> list[tuple[int, dict[str, int]]]:
     """The peak of each while it loaded; and when all had, its own memory, and its share of the mapped weights."""
-    peaks = [json.loads(process.stdout.readline()) for process in processes if process.stdout]
-    outputs = [process.communicate("\n", timeout=HANG)[0] for process in processes]
-    return [(peak, json.loads(output)) for peak, output in zip(peaks, outputs, strict=True)]
+    answers = []
+    for _ in range(2):
+        answers.append([json.loads(process.stdout.readline()) for process in processes if process.stdout])
+        for process in processes:
+            if process.stdin:
+                process.stdin.write("\n")
+                process.stdin.flush()
+    for process in processes:
+        process.communicate(timeout=HANG)
+    return list(zip(*answers, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from qwen_cache.settings.load import load_config
 from qwen_train.inference.components import Components
 from qwen_train.inference.memory import generating, memory_beside_training
 from qwen_train.memory.plan import Workload, plan
+from qwen_train.memory.prediction import SAFE, block_bytes
 from qwen_train.memory.sizes import SampleSize
 
 from .support.caches import SMALL as SMALL_BUILD
@@ -631,3 +633,32 @@ def test_what_an_image_needs(variant: str, folder: Path, tiny_model: Callable[[s
         }
     for offload, report in run_jobs(folder / "large predictions" / variant, jobs).items():
         assert predicted[offload] == pytest.approx(done(report)["peaks"]["0"]["active"], rel=0.08), offload
+
+
+# ---- train.memory=auto -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_chooses_equals_the_settings_written_out(
+    folder: Path, built: Callable[..., Path], tiny_model: Callable[[str], Path]
+) -> None:
+    """On a device where the model does not fit whole, by the plan: it offloads some of it."""
+    model = with_transformer(tiny_model("edit-plus"), folder / "chosen model", num_layers=8, num_attention_heads=8)
+    cache = built("edit-plus")
+    config = load_config(None, cache__path=str(cache), model__path=str(model), train__batch_size=2)
+    workload = Workload.of(config)
+    whole = plan(config, workload, None)["memory"]["total"]
+    capacity = {"0": int((whole - 3 * block_bytes(workload.transformer, config)) / SAFE)}
+
+    def report(name: str, settings: dict[str, Any]) -> Report:
+        job = training(cache, model, folder / "runs that choose" / name, settings, capacity=capacity)
+        return done(run_jobs(folder / "jobs that choose" / name, {name: job})[name])
+
+    chosen = report("chosen", {"train.memory": "auto"})
+    words = re.search(r"train\.memory=auto: (.*)", chosen["stderr"])
+    assert words
+    named = dict(each.split("=") for each in words[1].split())
+    assert {"train.offload_blocks", "train.offload_activations"} & named.keys()
+    settings = {name: value if value == "auto" else json.loads(value) for name, value in named.items()}
+    written = report("written", settings)
+    assert chosen["losses"] == written["losses"]
+    assert chosen["peaks"]["0"]["active"] == pytest.approx(written["peaks"]["0"]["active"], rel=0.02)

@@ -129,9 +129,9 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Candidates of one kind differ in numbers, and in whether blocks are compiled."""
+        """Candidates of one kind differ in numbers of blocks, in offloaded activations, and in what is compiled."""
         given = self.settings
-        return (given[QUANTISATION], given[TABLE], given[OFFLOAD] > 0, given[ACTIVATIONS], given[FSDP])
+        return (given[QUANTISATION], given[TABLE], given[OFFLOAD] > 0, given[FSDP])
 
     def changes(self, settings: Config) -> dict[str, Any]:
         """The values that differ from `settings`, but for what train.compile=auto decides in the same way."""
