@@ -92,8 +92,9 @@ class OffloadedInputs:
         free = [i for i, (_, user) in enumerate(self.memory) if user() is None]
         largest = max(free, key=lambda i: self.memory[i][0].size, default=None)
         memory = None if largest is None else self.memory.pop(largest)[0]
-        if memory is None or memory.size < size:
-            memory = HostMemory(size, pinned=self.stream is not None)
+        if memory is not None and memory.size < size:
+            memory = None  # freed before another is allocated
+        memory = memory or HostMemory(size, pinned=self.stream is not None)
         self.memory.append((memory, weakref.ref(inputs)))
         return memory
 
@@ -110,7 +111,6 @@ class BlockInputs:
             end = self.begins[-1] + row.numel() * row.element_size()
             self.begins.append(-(-end // ALIGNMENT) * ALIGNMENT)
         self.before = weakref.ref(before) if before else None
-        self.in_host_memory = False
         self.host: HostMemory | None = None
         """None on "meta", where there is no data."""
         self.saved_rows: set[int] = set()
@@ -127,7 +127,6 @@ class BlockInputs:
 
     def copy_to_host(self) -> None:
         """Begin to copy the inputs to the host. They stay on the device until `leave`."""
-        self.in_host_memory = True
         if self.device.type != "meta":
             self.host = self.offloaded.host_memory(self, self.begins[-1])
             self._copy(range(len(self.rows)), self.host.copy_from)

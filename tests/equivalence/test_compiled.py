@@ -119,17 +119,18 @@ def test_a_call_of_the_stock_model_is_not_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "every", "blocks", "activations"),
+    ("family", "backend", "every", "blocks", "activations"),
     [
-        ("20B", 1, 3, True),
-        slow("20B", 2, 4, True),
-        slow("20B", 0, 3, False),
-        slow("2.1", 1, 3, False),
-        slow("2.1", 2, 5, True),
+        ("2.1", "eager", 1, 3, True),
+        slow("20B", "aot_eager", 1, 3, True),
+        slow("20B", "aot_eager", 2, 4, True),
+        slow("20B", "aot_eager", 0, 3, False),
+        slow("2.1", "aot_eager", 1, 3, False),
+        slow("2.1", "aot_eager", 2, 5, True),
     ],
 )
 def test_blocks_in_host_memory_have_the_same_graphs_and_results(
-    family: str, every: int, blocks: int, activations: bool
+    family: str, backend: str, every: int, blocks: int, activations: bool
 ) -> None:
     """To the bit, on the same kernels: compiled blocks read their weights from the two buffers, and what autograd saves
     of them comes back for the backward pass. `every` n-th block is recomputed, 0 for none."""
@@ -145,7 +146,7 @@ def test_blocks_in_host_memory_have_the_same_graphs_and_results(
         for parameter in model.parameters():  # at addresses for which a CPU chooses its kernels, as those of a buffer
             parameter.data = parameter.data.clone()
         checkpoint_blocks(model, recomputed_blocks(every, 5))
-        compile_blocks(model, backend="aot_eager")
+        compile_blocks(model, backend=backend)
         model.offloaded_inputs = kept
         if offloaded:
             offload_blocks(model, offloaded, torch.device("cpu"))
