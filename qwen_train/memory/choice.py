@@ -121,7 +121,7 @@ class Candidate:
     host_memory: int
     """Bytes of what each process offloads, pinned."""
     seconds: float
-    """Of a step, in which each GPU trains a batch; computed."""
+    """The time of a step, in which each GPU trains a batch; computed."""
 
     def fits(self, machine: Machine) -> bool:
         on_host = machine.host_memory is None or self.host_memory <= machine.host_memory

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from qwen_cache.cli.doctor import probe_memory
 from qwen_cache.models.devices import device_module, has_streams
+from qwen_cache.models.hardware import host_memory
 
 from .measure import Card, Cases, Row, timed
 
@@ -39,7 +39,7 @@ def facts(card: Card) -> dict[str, str]:
     """Names, sizes and versions."""
     module = device_module(card.device)
     total = int(module.mem_get_info(card.device)[1])
-    host = f"{(probe_memory()[0] or 0) / 1e9:.0f} GB, {os.cpu_count()} cores, {platform.platform()}"
+    host = f"{(host_memory()[0] or 0) / 1e9:.0f} GB, {os.cpu_count()} cores, {platform.platform()}"
     return {
         "card": card.name,
         "memory of the card": f"{total / 1e9:.1f} GB, {card.memory / 1e9:.1f} GB of it free for this report",

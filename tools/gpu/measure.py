@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from qwen_cache.cli.doctor import probe_memory
 from qwen_cache.models.devices import choose_device, device_module, is_accelerator, reports_memory
+from qwen_cache.models.hardware import host_memory
 
 ROOT = Path(__file__).parents[2]
 SIMULATED = "simu"
@@ -132,7 +132,7 @@ def limit_memory(device: torch.device, size: int) -> None:
 
 def free_host_memory() -> float:
     """Bytes, within the limit of the container; as good as unlimited where the system does not say."""
-    return probe_memory()[1] or math.inf
+    return host_memory()[1] or math.inf
 
 
 def need_host_memory(size: float, what: str) -> None:
