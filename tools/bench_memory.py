@@ -56,8 +56,8 @@ def transformer_config(
     return {"_class_name": family.transformer, **sizes, **others}
 
 
-def make_model(config: dict[str, Any], settings: Config, device: str) -> Any:
-    """The transformer with random weights, prepared as for training."""
+def make_model(config: dict[str, Any], settings: Config, device: str, *, later: bool = False) -> Any:
+    """The transformer with random weights, prepared as for training; `later` leaves quantisation to `wrap`."""
     train = settings.train
     dtype = torch.float32 if train.method == "full" else compute_dtype(train)
     before = torch.get_default_dtype()
@@ -65,7 +65,8 @@ def make_model(config: dict[str, Any], settings: Config, device: str) -> Any:
     with torch.device(device):
         model = trained_class(config).from_config(config)
     torch.set_default_dtype(before)
-    quantize_blocks(model, settings.model.quantization, torch.device(device), train.quantized_backward, offloaded=False)
+    kind, where = settings.model.quantization, torch.device(device)
+    quantize_blocks(model, kind, where, train.quantized_backward, offloaded=False, later=later)
     return prepare_for_training(model, train)
 
 

@@ -42,6 +42,7 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
     page="howto/train-on-24gb.md",
     examples=[
         "qwen-train plan --fit --gpu-memory 24GB",
+        "qwen-train plan --set train.fsdp=true --gpus 2",
         "qwen-train plan --set train.offload_blocks=20 --json",
     ],
 )
@@ -52,7 +53,7 @@ def plan(
     text_encoder: Given | None = TEXT_ENCODER,
     fit: bool = flag("--fit", DEVICES, "Name the fastest settings that fit, and the two next best."),
     gpu_memory: str | None = option(DEVICES, "The memory of the GPU, such as 24GB.", "SIZE"),
-    gpus: int | None = option(DEVICES, "For --fit: the number of GPUs.", "N", min=1),
+    gpus: int | None = option(DEVICES, "For --fit and train.fsdp: the number of GPUs.", "N", min=1),
     host_memory: str | None = option(DEVICES, "For --fit: the memory of the host, such as 64GB.", "SIZE"),
     json: bool = JSON,
     config: Path | None = CONFIG,
@@ -73,8 +74,9 @@ def plan(
     convert_without_pandas()
     in_one_process("plan")
     capacity = capacity_of(gpu_memory) if gpu_memory else None
-    if not fit and (gpus is not None or host_memory is not None):
-        raise ConfigError("--gpus and --host-memory are for --fit", do="add --fit, or leave them out")
+    if not fit and (host_memory is not None or (gpus is not None and not settings.train.fsdp)):
+        what = "--gpus and --host-memory are for --fit, and --gpus for train.fsdp=true"
+        raise ConfigError(what, do="add --fit, or leave them out")
     host = capacity_of(host_memory, "--host-memory") if host_memory else None
     machine = machine_of(capacity, gpus, host) if fit else None
     samples = open_samples(settings)
@@ -88,7 +90,7 @@ def plan(
     from qwen_train.memory import plan as memory
 
     workload = memory.Workload.of(settings, samples)
-    report = memory.plan(settings, workload, capacity) | memory_beside_training(settings, workload)
+    report = memory.plan(settings, workload, capacity, gpus or 1) | memory_beside_training(settings, workload)
     report |= decoding_in_training(settings, workload, capacity)
     report |= {"steps": steps_per_image(settings, samples, planned)}
     report |= {"fit": memory.fit(settings, workload, machine)} if machine else {}
@@ -159,6 +161,8 @@ def print_plan(report: dict[str, Any]) -> None:
     batch = report["largest_batch"]
     out.print(f"[bold]largest batch[/]  {plural(batch['samples'], 'sample')}, {batch['tokens']:,} tokens")
     out.print(table)
+    if "gpus" in report:
+        out.print(f"  on each of {report['gpus']} GPUs, over which train.fsdp shards the weights", highlight=False)
     if "chosen" in report:
         chosen = report["chosen"]
         out.print(f"[bold]train.memory[/]   auto: {chosen['words']}, {human_bytes(chosen['total'])}", highlight=False)

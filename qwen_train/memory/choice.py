@@ -30,6 +30,7 @@ from qwen_train.memory.prediction import (
     attention_bytes,
     block_bytes,
     changed,
+    in_parts,
     input_bytes,
     predict_memory,
 )
@@ -47,8 +48,6 @@ BESIDE_OFFLOAD = 6
 """The parts of all blocks in which recomputed ones are counted beside offloaded blocks; else each block counts."""
 INPUTS_ON_DEVICE = 4
 """Recomputed blocks whose inputs are on the device at once with offload_activations, as a step on "meta" shows."""
-GATHERED = 3
-"""Blocks that FSDP2 has whole at once: the one that computes, the next one, and the copy from which it is made."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +213,8 @@ class Prediction:
         away = max(0, offloaded - ON_DEVICE) * self.block
         away += 0 if keeps_inputs else max(0, recomputed - INPUTS_ON_DEVICE) * self.inputs
         if processes > 1:
-            of_all = self.least
-            held = of_all.weights + of_all.trained + of_all.gradients + of_all.optimizer + of_all.average
-            outside = of_all.weights - self.layers * self.block  # gathered once, for the whole step
-            away += held * (processes - 1) // processes - outside - GATHERED * self.block
+            whole = replace(self.least, reserved=0)
+            away += whole.total - in_parts(whole, self.transformer, self.settings, self.batch, processes).total
         return int(total - (1 + FRAGMENTATION) * away)
 
     def on_host(self, offloaded: int, inputs: int) -> int:

@@ -76,10 +76,11 @@ class Workload:
         return cls(transformer, samples.recipe.recipe, *largest_batch(samples, settings.train, planned), image)
 
 
-def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str, Any]:
+def plan(settings: Config, workload: Workload, capacity: int | None, gpus: int = 1) -> dict[str, Any]:
     """The report of `qwen-train plan`, as a JSON value: the largest batch, its memory by part, what fits.
 
-    With train.memory=auto it is about what a run chooses on a GPU with this capacity.
+    With train.memory=auto it is about what a run chooses on a GPU with this capacity, with train.fsdp about each of the
+    GPUs.
     """
     settings = with_layout(settings, ACCELERATOR)
     chosen, is_possible = None, True
@@ -92,8 +93,9 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
     choices = []
     if chooses_blocks(settings.train):
         choices = by_recomputed_blocks(settings, workload, capacity)
-    memory = predict_memory(transformer, settings, batch, image=image)
-    host = predict_host_memory(transformer, settings, batch, memory)
+    memory = predict_memory(transformer, settings, batch, image=image, processes=gpus)
+    whole = predict_memory(transformer, settings, batch, image=image)  # which the first process gathers to save it
+    host = predict_host_memory(transformer, settings, batch, whole)
     report: dict[str, Any] = {
         "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
         "largest_sample": tokens_of([largest], settings.train, family),
@@ -101,13 +103,16 @@ def plan(settings: Config, workload: Workload, capacity: int | None) -> dict[str
         "host_memory": host.offloaded,
         "host": {**asdict(host), "total": host.total},
     } | ({"recomputed_blocks": choices} if choices else {})
+    report |= {"gpus": gpus} if settings.train.fsdp and gpus > 1 else {}
     if chosen:
         report["chosen"] = {"words": chosen.words(given), "total": chosen.memory, "recomputed": chosen.recomputed}
     if capacity is None:
         return report
-    most = most_tokens(transformer, settings, largest, capacity)
+    most = most_tokens(transformer, settings, largest, capacity, gpus)
     report |= {"gpu_memory": capacity, "fits": is_possible and memory.total <= capacity, "max_tokens": most}
-    return report if report["fits"] else {**report, "do": savings(transformer, settings, batch, most, capacity, image)}
+    if report["fits"]:
+        return report
+    return {**report, "do": savings(transformer, settings, batch, most, capacity, image, gpus)}
 
 
 def by_recomputed_blocks(settings: Config, workload: Workload, capacity: int | None) -> list[dict[str, Any]]:
@@ -183,16 +188,18 @@ def fit(settings: Config, workload: Workload, machine: Machine) -> dict[str, Any
     }
 
 
-def most_tokens(transformer: dict[str, Any], settings: Config, largest: SampleSize, capacity: int) -> int | None:
+def most_tokens(
+    transformer: dict[str, Any], settings: Config, largest: SampleSize, capacity: int, gpus: int = 1
+) -> int | None:
     """The largest train.max_tokens that fits, for copies of the largest sample; None if that sample alone does not fit.
 
     Memory is linear in tokens, except in the smallest batches, where the optimizer's update takes more.
     """
-    if predict_memory(transformer, settings, [largest]).total > capacity:
+    if predict_memory(transformer, settings, [largest], processes=gpus).total > capacity:
         return None
     tokens = tokens_of([largest], settings.train, family_of_transformer(transformer))
     count = math.ceil(LINEAR_FROM / tokens)
-    one, two = (predict_memory(transformer, settings, [largest] * n).total for n in (count, 2 * count))
+    one, two = (predict_memory(transformer, settings, [largest] * n, processes=gpus).total for n in (count, 2 * count))
     return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
 
 
@@ -203,6 +210,7 @@ def savings(
     most: int | None,
     capacity: int,
     image: SampleSize | None = None,
+    gpus: int = 1,
 ) -> list[str]:
     """Alternative settings under which the batch fits, as text; a smaller batch comes first, if that is possible."""
     fitting = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
@@ -216,7 +224,7 @@ def savings(
             other = changed(settings, changes)
             if other == settings:
                 continue
-            total = predict_memory(transformer, other, batch, image=image).total
+            total = predict_memory(transformer, other, batch, image=image, processes=gpus).total
             if total > capacity:
                 continue
             words = " ".join(f"{name}={json.dumps(value)}" for name, value in changes.items())

@@ -3,7 +3,7 @@
 A training step of the real configuration runs once on tensors without data (`step.py`), and what it shows is remembered
 (`pieces.py`): parameters, activations saved by autograd, recomputed blocks, gradients. Blocks are equal, so only a few
 are run and the rest is extrapolated. Quantised weights, the optimizer's state and the device's own memory are computed.
-Refused: another class of transformer than ours. Not predicted: several processes (DDP's buckets, FSDP2), and
+Refused: another class of transformer than ours. Not predicted: the buckets of DDP, and
 `train.compile`. Compiled blocks save a quarter less if they are not recomputed (docs/gpu/); if they are, a run lets
 them keep the output of attention where that fits (`attention_bytes`). Imports torch only for what is not remembered.
 """
@@ -66,7 +66,8 @@ class Memory:
     average: int
     """The EMA of the trained weights."""
     activations: int
-    """A batch's tensors, the activations saved for the backward pass, and temporary tensors."""
+    """A batch's tensors, the activations saved for the backward pass, and temporary tensors; with FSDP2 also what is
+    gathered."""
     reserved: int = 0
     """The device's own memory, estimated; not part of what torch says is allocated."""
 
@@ -81,9 +82,11 @@ def predict_memory(
     batch: Sequence[SampleSize],
     device: Device = "accelerator",
     image: SampleSize | None = None,
+    processes: int = 1,
 ) -> Memory:
     """The memory of a training step on `batch`, for a transformer with this config.json and the settings `model`,
-    `train`, `optimizer` and `validation`; `image` is the largest to generate between steps, if there is any.
+    `train`, `optimizer` and `validation`; `image` is the largest to generate between steps, if there is any. With
+    train.fsdp that of each of the `processes`.
 
     Raises ConfigError or ModelError for settings that cannot be combined.
     """
@@ -109,9 +112,28 @@ def predict_memory(
     if settings.train.offload_blocks:
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
         memory = replace(memory, weights=memory.weights - on_host * block_bytes(transformer, settings))
+    if settings.train.fsdp and processes > 1:
+        memory = in_parts(memory, transformer, settings, batch, processes)
     if device == "cpu":
         return memory
     return replace(memory, reserved=RESERVED + int(FRAGMENTATION * memory.total))
+
+
+def in_parts(
+    memory: Memory, transformer: dict[str, Any], settings: Config, batch: Sequence[SampleSize], processes: int
+) -> Memory:
+    """The memory of each process if FSDP2 shards the weights, from that of one process without `reserved`.
+
+    FSDP2 gathers what is outside the blocks once for a step, and a block at a time, into a buffer and from there to its
+    weights, while the next one's buffer fills: two blocks beside what a block computes, three between blocks.
+    """
+    layers, block = int(transformer["num_layers"]), block_bytes(transformer, settings)
+    own = {name: getattr(memory, name) for name in ("weights", "trained", "gradients", "optimizer", "average")}
+    outside = memory.weights + (memory.trained if settings.train.method == "full" else 0) - layers * block
+    inside = max(0, memory.activations - layers * input_bytes(transformer, settings, batch))  # of one block
+    gathered = outside + 2 * block + max(0, block - inside)
+    divided = {name: -(-size // processes) for name, size in own.items()}
+    return replace(memory, **divided, activations=memory.activations + gathered)
 
 
 def _of_depth(measured: Measured, settings: Config, device: Device) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ from qwen_train.memory.choice import (
 )
 from qwen_train.memory.cost import card_of
 from qwen_train.memory.exhausted import memory_for_training
+from qwen_train.memory.pieces import Device
 from qwen_train.memory.plan import largest_batch, largest_image
 from qwen_train.memory.prediction import PARTS, SAFE, changed, predict_memory, spread
 from qwen_train.model.combinations import with_layout
@@ -143,18 +144,24 @@ def settings_changed(earlier: Path, config: Config) -> list[str]:
 
 
 def print_memory(
-    config: Config, batches: Batches, transformer: dict[str, Any], device: str, validation_cache: Samples | None
+    config: Config,
+    batches: Batches,
+    transformer: dict[str, Any],
+    device: str,
+    validation_cache: Samples | None,
+    processes: int,
 ) -> None:
-    """Print the memory of the largest batch, or of the largest image if that takes more.
+    """Print the memory of the largest batch, or of the largest image if that takes more; with FSDP2 that of a process.
 
     Only where `qwen-train plan` can predict it.
     """
-    if not batches.cache.has_index or config.train.fsdp:
+    if not batches.cache.has_index:
         return
     batch, _ = largest_batch(batches.cache, batches.config, batches)
     image = largest_image(validation_cache)
     with suppress(ModelError):  # a quantisation that is not known
-        memory = predict_memory(transformer, config, batch, "cpu" if device == "cpu" else "accelerator", image)
+        kind: Device = "cpu" if device == "cpu" else "accelerator"
+        memory = predict_memory(transformer, config, batch, kind, image, processes)
         sizes = {words: getattr(memory, part) for part, words in PARTS.items()}
         parts = ", ".join(f"{words} {human_bytes(size)}" for words, size in sizes.items() if size)
         console().print(f"[bold]memory[/]   about {human_bytes(memory.total)}: {parts}", highlight=False)
@@ -434,7 +441,8 @@ def announce(
     if chosen:
         print_choice(chosen, p.config, start.config, int(transformer["num_layers"]))
     else:
-        print_memory(p.config, p.batches, transformer, p.accelerator.device.type, start.validation_cache)
+        device, processes = p.accelerator.device.type, p.accelerator.num_processes
+        print_memory(p.config, p.batches, transformer, device, start.validation_cache, processes)
     if p.config.train.fsdp and p.accelerator.num_processes > 1:
         held, whole = held_bytes(p.transformer)
         out = f"this process holds {human_bytes(held)} of {human_bytes(whole)} of weights"
