@@ -7,6 +7,7 @@ No test here needs a GPU, and none shows what a real one would do.
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import math
 import os
@@ -34,6 +35,7 @@ TOOL = ROOT / "tools" / "gpu_report.py"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MOST_WORDS = 1200  # as in test_docs.py
 NOT_THERE = {
+    **{("sharded", f"FSDP2, 12 blocks, {kind}"): "it needs 2 GPUs" for kind in ("bf16", "int8", "nf4", "int8_convrot")},
     ("tests", "tests/models, float32"): "no simulated device",
     ("tests", "tests/models, bfloat16"): "no simulated device",
     ("tests", "tests that are skipped without CUDA"): "no simulated device",
@@ -470,3 +472,15 @@ def test_what_was_not_measured_is_a_dash_in_the_readme(tmp_path: Path) -> None:
 def test_a_readme_without_the_marks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs <!--gpu--> and <!--/gpu--> once"):
         page.readme("# a page", tmp_path)
+
+
+# ---- on two GPUs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_part_of_two_gpus_runs_in_two_processes() -> None:
+    """On CPUs, where no bytes and no seconds are counted."""
+    row = importlib.import_module("gpu.sharded").launched("int8", small=True)
+    assert row["held"] <= 0.55 * row["whole"]
+    assert row["predicted"] > row["held"]
+    assert "seconds" not in row

@@ -6,21 +6,26 @@ The judge is one model that takes the mean gradient of both batches. tests/test_
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.folder import open_model
 from qwen_cache.models.hardware import Kind
 from qwen_cache.models.quantization import quantize
+from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.model.placement import check_plain, held_bytes, wrap
 from qwen_train.training import checkpoint
-from qwen_train.weights import gather_weights
+from qwen_train.weights import TORCH, gather_weights, load_transformer
 
 from .support.ranks import in_two_threads
 
@@ -120,6 +125,7 @@ def of_each(rank: int, kind: Kind) -> tuple[tuple[int, int], dict[str, Tensor], 
     return held_bytes(model), gather_weights(model, keep=True), output, gradients
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < TORCH, reason="an older torch")
 @pytest.mark.parametrize("kind", ["int8", "fp8", "nf4", "int8_convrot", "fp8_w8a8"])
 def test_quantised_weights_are_divided_and_compute_the_same(kind: Kind) -> None:
     """Each process has half of the bytes, and gathers and computes the same as with whole weights, bit for bit."""
@@ -149,3 +155,15 @@ def test_weights_of_another_library_are_refused_by_name() -> None:
         check_plain(model)
     assert "0.weight" in str(caught.value)
     assert "torchao" in str(caught.value)
+
+
+def test_an_older_torch_is_refused_for_quantised_weights(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[[str], Path]
+) -> None:
+    model = open_model(str(tiny_model("edit-plus")), ("transformer",))
+    monkeypatch.setattr("qwen_train.weights.TORCH", "99.0")
+    with pytest.raises(ConfigError) as caught:
+        load_transformer(model, load_config(None, ["train.fsdp=true", "model.quantization=int8"]), in_parts=True)
+    assert "train.fsdp shards quantised weights with a newer torch" in str(caught.value)
+    assert f"(expected 99.0 or newer, found {torch.__version__})" in str(caught.value)
+    assert load_transformer(model, load_config(None, ["train.fsdp=true"]), in_parts=True)

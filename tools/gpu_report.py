@@ -77,6 +77,7 @@ PARTS = (
     Part("step/int8", "Training step, int8", "steps", 3),
     Part("step/checkpointing", "Training step, fewer recomputed blocks", "steps", 4),
     Part("step/full", "Training step, full training", "steps", 4),
+    Part("sharded", "Training step on two GPUs", "sharded", 8),
     Part("published", "Published figures", "published", 20),
 )
 """In order of worth: what the time does not suffice for is at the end."""

@@ -143,6 +143,14 @@ COLUMNS: dict[str, list[Column]] = {
         ("at most", number("most_waiting", " %", 100)),
     ],
     "predicting": [TIME, *RATE, *MEMORY],
+    "sharded": [
+        TIME,
+        ("weights on each", number("held", " GB", 1e-9)),
+        ("of", number("whole", " GB", 1e-9)),
+        MEMORY[0],
+        ("predicted", against_prediction),
+        MEMORY[1],
+    ],
 }
 """By the module of a part; the first column is the case."""
 NOTES = {
@@ -179,6 +187,10 @@ NOTES = {
     "waiting": (
         "`qwen-train run` on a cache of 32 random samples of 1024² with one control, in the temporary files' folder; "
         "after the first reading they are in the page cache."
+    ),
+    "sharded": (
+        "A step of a LoRA of rank 16 with `train.fsdp=true` in two processes, on a batch of 1024² with one control for "
+        "each, with few of the blocks; memory is that of the first process."
     ),
     "predicting": "Two passes of the transformer, for the prompt and the negative prompt, at 1024² with one control.",
 }
