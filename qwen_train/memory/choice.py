@@ -95,8 +95,9 @@ class Open:
 
     @classmethod
     def of_run(cls, settings: Config, machine: Machine, compiles: tuple[Any, ...], *, is_new: bool = True) -> Open:
-        """What a run chooses: with train.memory=auto all that leaves the result the same, and for a new one the
-        quantisations that it may take; else what is `auto` itself. `compiles` are the values of train.compile."""
+        """The settings that a run chooses: with train.memory=auto all that leaves the result the same, and for a new
+        one the quantisations that it may take; else what is `auto` itself. `compiles` are the values of train.compile.
+        """
         train, chosen = settings.train, {COMPILE: compiles}
         if train.memory == "manual":
             return cls(chosen)
@@ -144,7 +145,7 @@ class Candidate:
         return not {QUANTISATION, TABLE} & self.changes(settings).keys()
 
     def words(self, settings: Config) -> str:
-        """What to set."""
+        """The settings to change, in words."""
         changes = self.changes(settings).items()
         return " ".join(f"{name}={json.dumps(value)}" for name, value in changes).replace('"', "") or "as it is set"
 
