@@ -41,7 +41,7 @@ class Card(NamedTuple):
 
 
 SHARE = 0.85
-"""Of a data sheet's memory bandwidth, assumed: the H100 reaches 0.88 of its 3.35e12."""
+"""The share of a data sheet's memory bandwidth, assumed: the H100 reaches 0.88 of its 3.35e12."""
 PCIE_4, PCIE_5 = 25e9, 54e9
 """Bytes/s of 16 lanes: measured for PCIe 5 (docs/gpu/), the half of it rounded down for PCIe 4."""
 HOPPER: dict[Kind, float] = {"fp8_w8a8": 1.6}
@@ -117,7 +117,7 @@ LAUNCHES = {"eager": 6.4e-3, "compiled": 1.9e-3}
 UNPACKED = 4
 """Bytes for a weight that is unpacked to bfloat16 for each product: written and read."""
 BYTES: dict[Kind, float] = {"none": 2, "int8": 1, "fp8": 1, "int8_convrot": 1, "fp8_w8a8": 1, "nf4": 0.5}
-"""Of a weight, without its scales."""
+"""The bytes of a weight, without its scales."""
 
 
 class Work(NamedTuple):

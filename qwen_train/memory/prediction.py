@@ -201,7 +201,7 @@ class HostMemory:
     batches: int
     """Pinned."""
     loading: int
-    """What loading takes beside what stays: a block that is copied to pinned memory; of quantised weights also the
+    """Taken by loading alone: a block that is copied to pinned memory; of quantised weights also the
     blocks that go to the device afterwards."""
     saving: int
     """The copies of a checkpoint: trained weights, their average, and the optimizer's state; in the main process."""

@@ -88,7 +88,7 @@ class OffloadedInputs:
         return inputs
 
     def host_memory(self, inputs: BlockInputs, size: int) -> HostMemory:
-        """As many bytes for `inputs`: the largest that are free, or new ones if these are too few."""
+        """Memory of that size for `inputs`: the largest that are free, or new ones if these are too few."""
         free = [i for i, (_, user) in enumerate(self.memory) if user() is None]
         largest = max(free, key=lambda i: self.memory[i][0].size, default=None)
         memory = None if largest is None else self.memory.pop(largest)[0]
