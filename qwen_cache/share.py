@@ -53,15 +53,18 @@ def make_gallery(caches: Sequence[Cache]) -> bytes | None:
     if not samples:
         return None
     images = [stored_thumbnails(sample) for sample in samples]
-    controls = [len(each) - ("image_latents" in sample) for sample, each in zip(samples, images, strict=True)]
-    most = max(controls)
+    most = max(len(sample.img_shapes) - 1 for sample in samples)
+    with_rejected = any(sample.rejected_shape for sample in samples)
     titles = [f"control {i}" if most > 1 else "control" for i in range(1, most + 1)] + ["target"]
+    titles += ["rejected"] if with_rejected else []
     rows = list[list[Image.Image | None]]()
     for sample, each in zip(samples, images, strict=True):
         targets = each[:1] if "image_latents" in sample else []
-        shown = each[len(targets) :]
+        shown = each[len(targets) : len(targets) + len(sample.img_shapes) - 1]
+        worse = each[len(targets) + len(shown) :]
         row: list[Image.Image | None] = [*shown, *[None] * (most - len(shown))]
-        rows.append([*row, *targets] if targets else [*row, None])
+        row.append(targets[0] if targets else None)
+        rows.append([*row, worse[0] if worse else None] if with_rejected else row)
     grid = make_grid(titles, rows, [_shortened(sample.prompt) for sample in samples], HEIGHT)
     data = BytesIO()
     grid.save(data, "JPEG", quality=QUALITY)

@@ -37,7 +37,10 @@ from qwen_cache.settings.sections import BatchConfig
 
 __all__ = ["CacheBatches", "CacheDataset", "collate"]
 
-TENSORS = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds", "edit_mask")
+TENSORS = (
+    *("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds", "edit_mask"),
+    "rejected_latents",
+)
 """The tensors that training needs; a sample without controls, for example, lacks one."""
 DROPOUT = 1 << 34  # the random stream of caption dropout, beside those of qwen_cache.batching
 
@@ -50,7 +53,8 @@ class CacheDataset(Dataset[Item]):
     An item has `key`, `name`, `prompt`, `img_shapes` (`(1, h, w)` in tokens of 16×16 pixels: the target, then each
     control) and the `tensors` that the sample has, as views of the mapped shard: `image_latents` `[S, 64]`,
     `control_latents` `[Sc, 64]`, `prompt_embeds` `[L, D]`, `empty_prompt_embeds` `[L0, D]`, `edit_mask` `[S]`, and
-    `image_positions` where the embeddings lack the rows of image tokens (Qwen-Image-2.1). `Sample` says more.
+    `image_positions` where the embeddings lack the rows of image tokens (Qwen-Image-2.1). One with a rejected image has
+    its `rejected_latents` `[Sr, 64]` and `rejected_shape`. `Sample` says more.
 
     Raises the errors of `open_cache`, and of reading a `Sample`.
     """
@@ -93,6 +97,8 @@ def as_item(sample: Sample, tensors: Sequence[str] = TENSORS) -> Item:
     }
     if positions := sample.row.meta.image_positions:
         item["image_positions"] = positions
+    if sample.rejected_shape:
+        item["rejected_shape"] = sample.rejected_shape
     return item | {name: sample[name] for name in tensors if name in sample}
 
 
@@ -112,8 +118,8 @@ def collate(items: Sequence[Mapping[str, Any]]) -> Item:
         edit_mask           [B, N]       1 for targets without one; only if an item has one
 
     `keys`, `prompts`, `img_shapes` and, where items have them, `image_positions` are lists, of lists of numbers instead
-    of tuples, as `DataLoader` makes them anyway. ConfigError for an item
-    without `image_latents`: an image to generate, which cannot be trained.
+    of tuples, as `DataLoader` makes them anyway. Rejected images are left out: an item has them. ConfigError for an
+    item without `image_latents`: an image to generate, which cannot be trained.
     """
     return _batch([_OfItem(item) for item in items])
 

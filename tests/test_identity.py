@@ -31,15 +31,21 @@ prompts = (
 shapes = st.lists(st.sampled_from([(1, 2, 4), (1, 4, 2), (1, 12, 4)]), min_size=1, max_size=2).map(tuple)
 phrases = st.sampled_from([(), ((0, 1),), ((0, 2),), ((0, 1), (2, 3))])
 seeds = st.none() | st.sampled_from([0, 1])
+rejected_images = st.none() | st.tuples(hashes, st.sampled_from([(1, 2, 4), (1, 4, 2)]))
 controls_of = st.lists(hashes, max_size=3).map(tuple)
-identities = st.tuples(hashes, hashes, controls_of, st.none() | hashes, prompts, shapes, phrases, seeds)
-Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[tuple[int, int, int], ...], Phrase, int | None]
-ONE = ((1, 2, 4),), (), None
+identities = st.tuples(
+    hashes, hashes, controls_of, st.none() | hashes, prompts, shapes, phrases, seeds, rejected_images
+)
+Shape = tuple[int, int, int]
+Rejected = tuple[str, Shape] | None
+Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[Shape, ...], Phrase, int | None, Rejected]
+ONE = ((1, 2, 4),), (), None, None
 
 
 def key_of(identity: Identity) -> str:
-    recipe, target, controls, mask, prompt, img_shapes, phrase, seed = identity
-    return sample_key(recipe, Inputs(target, controls, mask, seed), prompt, img_shapes, phrase)
+    recipe, target, controls, mask, prompt, img_shapes, phrase, seed, rejected = identity
+    digest, shape = rejected or (None, None)
+    return sample_key(recipe, Inputs(target, controls, mask, seed, digest), prompt, img_shapes, phrase, shape)
 
 
 @given(identities, identities)
@@ -57,7 +63,7 @@ def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity
 @given(identities, st.data())
 def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject) -> None:
     """Two independent examples would seldom differ in only one place."""
-    place = data.draw(st.integers(0, 7))
+    place = data.draw(st.integers(0, 8))
     other = data.draw(identities)
     two = (*one[:place], other[place], *one[place + 1 :])
     assert (key_of(one) == key_of(two)) == (one[place] == other[place])  # type: ignore[arg-type]

@@ -46,7 +46,9 @@ ONLY_THE_PARSER = {
         "F12-prefix",
         "F12-position",
         "F12-measured",
+        "F12-rejected-of-another-size",
         "F13-mixed",
+        "F13-rejected",
     ),
     *("F19", "F21"),
 }
@@ -201,11 +203,15 @@ def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_valid_caches_hold_every_kind_of_sample() -> None:
-    v1, v2, measured, to_generate = (pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES)
+    v1, v2, measured, rejected, to_generate = (
+        pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES
+    )
     for rows in (v1, v2):
         assert {len(row["controls"]) for row in rows} >= {1, 3}
         assert any(row["empty_prompt_embeds"] is None for row in rows)
-        assert not {"seed", "measured"} & rows[0].keys()
+        assert not {"seed", "measured", "rejected", "rejected_shape", "rejected_latents"} & rows[0].keys()
+    assert [row["rejected_shape"] for row in rejected] == [[1, 3, 2], [1, 1, 3], [1, 2, 2], None]
+    assert [bool(row["rejected"] and row["rejected_latents"]) for row in rejected] == [True, True, True, False]
     lengths = [row["measured"] and len(row["measured"]["controls"]) for row in measured]
     assert lengths == [1, 2, None, 0]
     assert {len(row["controls"]) for row in to_generate} == {0, 1, 3}
@@ -288,6 +294,9 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     text, width, dtype = draw(sides), draw(sides), draw(st.sampled_from(("BF16", "F32")))
     has_target = version == 1 or draw(st.booleans())
     wanted: dict[str, Any] = {"image_latents": (dtype, (tokens[0], 64))} if has_target else {}
+    worse = (1, draw(sides), draw(sides)) if version == 2 and has_target and draw(st.booleans()) else None
+    if worse:
+        wanted["rejected_latents"] = (dtype, (worse[1] * worse[2], 64))
     if len(shapes) > 1:
         wanted["control_latents"] = (dtype, (sum(tokens[1:]), 64))
     wanted |= {"prompt_embeds": (dtype, (text, width)), "empty_prompt_embeds": (dtype, (draw(sides), width))}
@@ -299,7 +308,8 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     tensors = {name: TensorSpec(kind, shape, draw(hashes)) for name, (kind, shape) in wanted.items()}
     controls = tuple(draw(hashes) for _ in shapes[1:])
     target, mask = (draw(hashes), draw(st.none() | hashes)) if has_target else (None, None)
-    inputs = Inputs(target, controls, mask, draw(st.none() | st.integers(0, 2**63 - 1)) if version == 2 else None)
+    seed = draw(st.none() | st.integers(0, 2**63 - 1)) if version == 2 else None
+    inputs = Inputs(target, controls, mask, seed, draw(hashes) if worse else None)
     prefix = draw(st.integers(0, text)) if version == 2 else 0
     prompt = draw(st.text(max_size=30))
     bounds = sorted(draw(st.sets(st.integers(0, len(prompt)), max_size=6))) if version == 2 else []
@@ -310,7 +320,7 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
         alignments = st.none() | st.builds(Alignment, pairs, pairs)
         measured = Measured(draw(st.floats(0.01, 99)), tuple(draw(alignments) for _ in shapes[1:]))
     of_text = prefix, tensors, phrase, mask_from, ()
-    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, *of_text, measured)
+    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, *of_text, measured, worse)
 
 
 @given(samples())

@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[int, Callable[[httpx2.Client], httpx2.Response]]] = {
     "a bomb": (422, lambda http: send(http, target=bomb())),
     "many pixels": (413, lambda http: send(http, target=png(1, (200, 200)))),
     "a large body": (413, lambda http: send(http, target=bytes(500_000))),
-    "many images": (400, lambda http: http.post("/v1/samples", files=[("control", b"x")] * 103)),
+    "many images": (400, lambda http: http.post("/v1/samples", files=[("control", b"x")] * 104)),
     "a long prompt": (400, lambda http: send(http, "x" * ((1 << 17) + 1))),
     "a long name": (422, lambda http: generate(http, name="x" * 8193)),
     "a side of no token": (422, lambda http: generate(http, width="10", height="1024")),

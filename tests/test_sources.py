@@ -28,7 +28,7 @@ from qwen_cache.sources.layouts import (
     TARGET_FOLDERS,
 )
 from qwen_cache.sources.places import File
-from qwen_cache.sources.rows import COLUMNS, GENERIC, LIST_COLUMNS, MAX_TEXT
+from qwen_cache.sources.rows import CHOSEN, COLUMNS, GENERIC, LIST_COLUMNS, MAX_TEXT
 
 
 def fill(folder: Path, files: dict[str, str | bytes] | list[str]) -> Path:
@@ -702,7 +702,7 @@ def test_what_is_not_there_or_of_another_kind_is_refused(tmp_path: Path) -> None
 
 def table(folder: Path, name: str, text: str | bytes) -> Path:
     """A table, and the images that the tests below name."""
-    fill(folder, ["t/1.png", "t/10.png", "c/1.png", "c/2.png", "c/3.png", "m/1.png"])
+    fill(folder, ["t/1.png", "t/10.png", "c/1.png", "c/2.png", "c/3.png", "m/1.png", "r/1.png"])
     return fill(folder, {name: text}) / name
 
 
@@ -759,19 +759,21 @@ def test_tables_of_other_trainers_give_the_same_row(tmp_path: Path, kind: str) -
     assert paths(row.target, *row.controls) == [tmp_path / "t/1.png", tmp_path / "c/1.png", tmp_path / "c/2.png"]
 
 
-ALIASES = [(role, alias) for known in (COLUMNS, GENERIC) for role, aliases in known.items() for alias in aliases]
+KNOWN = (COLUMNS, GENERIC, {"target": CHOSEN})
+ALIASES = [(role, alias) for known in KNOWN for role, aliases in known.items() for alias in aliases]
 
 
 @pytest.mark.parametrize(("role", "alias"), ALIASES)
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
-    columns = {**columns, "phrase": "phrase", role: alias}
+    columns = {**columns, "phrase": "phrase", "rejected": "rejected", role: alias}
     prompt = ["red"] if alias in LIST_COLUMNS else "red"
-    values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed"]
+    values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed", "r/1.png"]
     path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns.values(), values, strict=True))))
     [row], problems = edit(path)
     assert problems == []
-    assert paths(row.target, *row.controls, row.mask) == [tmp_path / f"{folder}/1.png" for folder in "tcm"]
+    found = paths(row.target, *row.controls, row.mask, row.rejected)
+    assert found == [tmp_path / f"{folder}/1.png" for folder in "tcmr"]
     assert (row.prompt, row.phrase) == ("red", ((1, 3),))
     documented = re.search(rf"^    {role} (.*?)^(    [a-z]|$)", source.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert documented

@@ -183,6 +183,20 @@ def test_every_row_with_its_problems(page: Page) -> None:
     ]
 
 
+def test_a_rejected_image_is_shown_after_its_target(project: Path) -> None:
+    write_image(project / "data/rejected/c.png", 200)
+    with opened(project) as client:
+        page = Page(client)
+        c, d = page.row("c"), page.row("d")
+        assert [[image["role"] for image in row["images"]] for row in (c, d)] == [
+            ["control-0", "target", "rejected"],
+            ["control-0", "target"],
+        ]
+        query = {"source": "data", "row": c["row"], "role": "rejected", "size": "whole"}
+        assert page.client.get("/api/data/image", params=query).headers["content-type"] == "image/jpeg"
+        assert page.get("/row", row=c["row"])["details"][-1]["where"] == "data/rejected/c.png"
+
+
 def test_views(page: Page) -> None:
     assert page.names() == NAMES
     assert page.names(start=1, count=2) == ["b", "c"]

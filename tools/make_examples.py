@@ -80,6 +80,7 @@ def sample(
     target: str | None = digest("target"),
     seed: int | None = None,
     measured: Measured | None = None,
+    rejected: bool = False,
 ) -> dict[str, Any]:
     """The metadata of a sample; one without `target` is an image to generate."""
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
@@ -89,6 +90,8 @@ def sample(
         del tensors["control_latents"]
     if target is None:
         del tensors["image_latents"]
+    if rejected:
+        tensors = {"image_latents": (24, 64), "rejected_latents": (35, 64), **tensors}
     specs = {name: TensorSpec("BF16", shape, digest(name)) for name, shape in tensors.items()}
     if mask:
         specs["edit_mask"] = TensorSpec("F32", (24,), digest("edit_mask"))
@@ -97,11 +100,13 @@ def sample(
     if thumbnails:
         specs["thumbnails"] = TensorSpec("U8", (3000,), digest("thumbnails"))
     file = digest("mask") if mask == "file" else None
-    inputs = Inputs(target, tuple(digest(f"control {i}") for i in range(controls)), file, seed)
+    worse = digest("rejected") if rejected else None
+    inputs = Inputs(target, tuple(digest(f"control {i}") for i in range(controls)), file, seed, worse)
     prefix = 22 if format_version == 2 and controls else 0
     phrase = ((8, 10),) if attention else ()
     of_text = prefix, specs, phrase, mask, positions
-    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, *of_text, measured)
+    rejected_shape = (1, 5, 7) if rejected else None
+    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, *of_text, measured, rejected_shape)
     return json.loads(meta.to_bytes(format_version))
 
 
@@ -121,6 +126,7 @@ THUMBNAILS = sample(2, 1, thumbnails=True)
 TEXT_ALONE = sample(2, 2, positions=(7, 15))
 TO_GENERATE = sample(2, 1, target=None, seed=7)
 MEASURED = sample(2, 2, measured=Measured(1.5, (Alignment((4.0, -0.5), (0.01, 0.01)), None)))
+REJECTED = sample(2, 1, rejected=True)
 VALID = {
     "empty.cache.v1.json": without_checksum(manifest(1, 0)),
     "small.cache.v1.json": without_checksum(manifest(1, 3)),
@@ -140,6 +146,8 @@ VALID = {
     "to-generate.sample.v2.json": TO_GENERATE,
     "measured.sample.v2.json": MEASURED,
     "to-generate-from-text.sample.v2.json": sample(2, 0, target=None),
+    "rejected.sample.v2.json": REJECTED,
+    "rejected-of-text-to-image.sample.v2.json": sample(2, 0, rejected=True),
 }
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
@@ -194,6 +202,30 @@ INVALID = {
     ),
     "F9-no-target-in-v1.sample.v1.json": broken(sample(1, 1), lambda v: v["inputs"].update(target=None)),
     "F3-seed-in-v1.sample.v1.json": broken(sample(1, 1), lambda v: v["inputs"].update(seed=7)),
+    "F3-rejected-in-v1.sample.v1.json": broken(
+        sample(1, 1), lambda v: v["inputs"].update(rejected=REJECTED["inputs"]["rejected"])
+    ),
+    "F9-rejected-is-not-a-hash.sample.v2.json": broken(REJECTED, lambda v: v["inputs"].update(rejected=None)),
+    "F10-rejected-changed.sample.v2.json": broken(
+        REJECTED, lambda v: v["inputs"].update(rejected=REJECTED["inputs"]["target"])
+    ),
+    "F11-no-rejected-latents.sample.v2.json": broken(REJECTED, lambda v: v["tensors"].pop("rejected_latents")),
+    "F11-rejected-latents-of-no-image.sample.v2.json": broken(
+        SAMPLE, lambda v: v["tensors"].update(rejected_latents=REJECTED["tensors"]["rejected_latents"])
+    ),
+    "F11-rejected-latents-in-v1.sample.v1.json": broken(
+        sample(1, 1), lambda v: v["tensors"].update(rejected_latents=REJECTED["tensors"]["rejected_latents"])
+    ),
+    "F11-rejected-of-no-target.sample.v2.json": broken(
+        REJECTED, lambda v: (v["inputs"].update(target=None), v["tensors"].pop("image_latents"))
+    ),
+    "F12-no-rejected-shape.sample.v2.json": broken(REJECTED, lambda v: v.pop("rejected_shape")),
+    "F12-rejected-shape-of-no-image.sample.v2.json": broken(SAMPLE, lambda v: v.update(rejected_shape=[1, 5, 7])),
+    "F12-rejected-of-another-size.sample.v2.json": broken(REJECTED, lambda v: v.update(rejected_shape=[1, 5, 6])),
+    "F12-rejected-of-two-frames.sample.v2.json": broken(REJECTED, lambda v: v.update(rejected_shape=[5, 1, 7])),
+    "F13-rejected-in-float32.sample.v2.json": broken(
+        REJECTED, lambda v: v["tensors"]["rejected_latents"].update(dtype="F32")
+    ),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
     "F4-shard-twice.cache.v2.json": broken(
@@ -273,10 +305,13 @@ def make(
     seed: int | None = None,
     recipe: dict[str, Any] = RECIPE,
     measured: Measured | None = None,
+    rejected: tuple[int, int] | None = None,
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
     shape_of: dict[str, tuple[int, ...]] = {} if to_generate else {"image_latents": (token_count(shapes[:1]), 64)}
+    rejected_shape = (1, *rejected) if rejected else None
+    shape_of |= {"rejected_latents": (token_count([rejected_shape]), 64)} if rejected_shape else {}
     shape_of |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
     shape_of |= {"prompt_embeds": (rows[0], WIDTH)}
     shape_of |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
@@ -286,14 +321,15 @@ def make(
     if attention:
         arrays["attention"] = np.linspace(0, 1, math.prod(attention), dtype=np.float16).reshape(attention)
     if thumbnails:  # at the full size of these small images
-        stored = sizes[1:] if to_generate else sizes
+        stored = [*(sizes[1:] if to_generate else sizes), *([rejected] if rejected else [])]
         width, height = sum(16 * w for _, w in stored), max(16 * h for h, _ in stored)
         arrays["thumbnails"] = np.frombuffer(thumbnails(width, height), np.uint8)
     controls = tuple(digest(f"{name} control {i}") for i in range(len(sizes) - 1))
     target = None if to_generate else digest(f"{name} target")
-    inputs = Inputs(target, controls, digest(f"{name} mask") if mask else None, seed)
-    origin = "file" if mask else None
-    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, prefix, {}, (), origin, positions, measured)
+    worse = digest(f"{name} rejected") if rejected else None
+    inputs = Inputs(target, controls, digest(f"{name} mask") if mask else None, seed, worse)
+    of_text = prefix, {}, (), "file" if mask else None, positions
+    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, *of_text, measured, rejected_shape)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
@@ -421,10 +457,17 @@ MEASURED_V2 = [
     make("older", "make it day", (1, 1), (1, 1), prefix=2),
     make("no control", "a cat", (1, 3), measured=Measured(1.0, ())),
 ]
+REJECTED_V2 = [
+    make("edit", "make it night", (2, 3), (3, 2), prefix=4, thumbnails=grey_jpeg, rejected=(3, 2)),
+    make("no control", "a cat", (1, 3), rejected=(1, 3)),
+    compressed(make("mask", TOGETHER, (2, 2), (1, 2), prefix=3, mask=True, rejected=(2, 2)), "rejected_latents"),
+    make("no rejected image", "make it day", (1, 1), (1, 1), prefix=2),
+]
 VALID_CACHES = {
     "cache.v1": (1, CACHE_V1),
     "cache.v2": (2, CACHE_V2),
     "measured.v2": (2, MEASURED_V2),
+    "rejected.v2": (2, REJECTED_V2),
     "to-generate.v2": (2, TO_GENERATE_V2),
 }
 SHARD_SIZE = 8000  # two samples

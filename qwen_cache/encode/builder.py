@@ -225,6 +225,9 @@ def read_job(
     settings = reading(config.data, model) | {"captions": Captions.of(config.data)}
     content = read_content(location(source), **settings)
     rows, problems = content.rows, content.problems
+    if config.cache.format == "v1" and (worse := [row.name for row in rows if row.rejected]):
+        found, do = f"{plural(len(worse), 'row')}, such as {worse[0]}", "build with --format v2"
+        raise ConfigError("format v1 cannot hold rejected images", where=source, found=found, do=do)
     source_slice, sliced = SourceSlice.parse(config.data.slice) if config.data.slice else None, None
     if source_slice:
         positions = {row.name: i for i, row in enumerate(rows)}
@@ -607,14 +610,14 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
     size = round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)) + len(samples) * HEADER
     if job.keeps_thumbnails:
-        shown = (thumbnail_size(shape) for sample in samples for shape in sample.img_shapes)
+        shown = (thumbnail_size(shape) for sample in samples for shape in sample.shown_shapes)
         size += round(THUMBNAIL * sum(map(math.prod, shown)))
     return Estimate(image, text, size)
 
 
 def most_bytes(sample: PlannedSample, job: BuildJob) -> int:
     """More bytes than the encoded sample can have: each byte of the prompt is a token, and the text is stored twice."""
-    image, width = token_count(sample.img_shapes), job.model.text_width
+    image, width = token_count(sample.shown_shapes), job.model.text_width
     seen = sum(math.ceil(pixels / job.model.family.pixels_per_text_token) for pixels in job.encoder_pixels(sample))
     text = TEMPLATE + len(sample.row.prompt.encode()) + 2 * seen  # sides are rounded, maybe up
     numbers = image * (LATENT_CHANNELS + 2) + 2 * text * width  # an edit mask has up to 2 for each token

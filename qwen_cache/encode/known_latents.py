@@ -19,6 +19,7 @@ from qwen_cache.encode.builder import BuildJob, other_caches
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.cache import LocalShards, RangedShards, Sample, SampleBytes
 from qwen_cache.format.identity import recipe_id
+from qwen_cache.format.index import REJECTED, REJECTED_SHAPE
 from qwen_cache.format.rows import IntArray, KeyedRows, Keys, Words, hash_words
 from qwen_cache.format.update import Existing
 from qwen_cache.sources.sizes import Size, img_shapes
@@ -77,15 +78,21 @@ class ImageRows:
         targets, controls, shapes = (
             rows.column(name).combine_chunks() for name in ("target", "controls", "img_shapes")
         )
+        has_rejected = REJECTED in rows.table.column_names
+        rejected = rows.column(REJECTED).combine_chunks() if has_rejected else pa.nulls(len(rows), pa.string())
+        of_rejected = np.flatnonzero(rejected.is_valid().to_numpy(zero_copy_only=False))
         ends = shapes.offsets.to_numpy()[1:]
         of_target = np.flatnonzero(targets.is_valid().to_numpy(zero_copy_only=False))
         of_controls = np.asarray(pc.list_parent_indices(controls))
         at_end = (ends - controls.offsets.to_numpy()[1:])[of_controls] + np.arange(len(of_controls))  # after the target
-        digests = pa.chunked_array([targets.drop_null(), pc.list_flatten(controls)], pa.string())
+        digests = pa.chunked_array([targets.drop_null(), pc.list_flatten(controls), rejected.drop_null()], pa.string())
         chosen = np.concatenate([shapes.offsets.to_numpy()[:-1][of_target], at_end])
         sizes = np.asarray(pc.list_flatten(pc.list_flatten(shapes)), np.int64).reshape(-1, 3)[chosen]
+        if has_rejected:
+            of_each = rows.column(REJECTED_SHAPE).combine_chunks()
+            sizes = np.concatenate([sizes, np.asarray(pc.list_flatten(of_each), np.int64).reshape(-1, 3)])
         self._found = Keys(
-            _with_sizes(hash_words(digests, rows.where), sizes), np.concatenate([of_target, of_controls])
+            _with_sizes(hash_words(digests, rows.where), sizes), np.concatenate([of_target, of_controls, of_rejected])
         )
 
     def find(self, digest: str, size: Size) -> Callable[[], torch.Tensor] | None:
@@ -109,6 +116,8 @@ def _read(sample: Sample, digest: str, shape: tuple[int, ...]) -> torch.Tensor:
     meta, begin = sample.row.meta, 0
     if (meta.inputs.target, meta.img_shapes[0]) == (digest, shape):
         return sample.stored("image_latents")
+    if (meta.inputs.rejected, meta.rejected_shape) == (digest, shape):
+        return sample.stored("rejected_latents")
     images = zip(meta.inputs.controls, meta.img_shapes[1:], strict=True)
     for image in images:
         if image == (digest, shape):
@@ -145,13 +154,18 @@ def _positions(rows: KeyedRows, wanted: Set[ImageAt]) -> Iterator[tuple[ImageAt,
     """The images among `wanted` that these rows have, each with the position of its row."""
     asked = pa.array(list({digest for digest, _ in wanted}), pa.string())
     has_any = pc.is_in(rows.column("target"), asked).to_numpy()
+    optional = [name for name in (REJECTED, REJECTED_SHAPE) if name in rows.table.column_names]
+    if optional:
+        has_any |= pc.is_in(rows.column(REJECTED), asked).to_numpy()
     of_rows = rows.column("controls").combine_chunks()
     found = pc.is_in(pc.list_flatten(of_rows), asked).to_numpy(zero_copy_only=False)
     has_any[np.asarray(pc.list_parent_indices(of_rows))[found]] = True
     chosen = rows.at(rows.positions[np.flatnonzero(has_any)])
-    columns = (chosen.each(name) for name in ("target", "controls", "img_shapes"))
-    for position, target, controls, shapes in zip(chosen.positions.tolist(), *columns, strict=True):
+    columns = (chosen.each(name) for name in ("target", "controls", "img_shapes", *optional))
+    for position, target, controls, shapes, *rejected in zip(chosen.positions.tolist(), *columns, strict=True):
         images = [*([target] if target else []), *controls]
-        for digest, shape in zip(images, shapes[len(shapes) - len(images) :], strict=True):
+        sized = [*zip(images, shapes[len(shapes) - len(images) :], strict=True)]
+        sized += [(rejected[0], rejected[1])] if rejected and rejected[0] else []
+        for digest, shape in sized:
             if (image := (digest, tuple(shape))) in wanted:
                 yield image, position

@@ -320,7 +320,7 @@ class InFlight:
     number: int
     sample: PlannedSample
     images: list[EncodedImage]
-    """The target, if there is one, then the controls."""
+    """The target, if there is one, then the controls, then the rejected image, if there is one."""
     text: Future[EncodedText]
     mask: Future[Mask | None] | None
     """The mask from the images alone; None if they cannot give one."""
@@ -404,10 +404,13 @@ class Lanes(RunningEncoders):
         latents, text = [each.latents.result() for each in work.images], work.text.result()
         mask = work.mask.result() if work.mask else None
         mask = mask or self.masks.of_attention(work.sample, text.attention)
-        whole, targets = self.format_version == 1, 0 if work.sample.row.target is None else 1
+        whole, row = self.format_version == 1, work.sample.row
+        target = None if row.target is None else latents.pop(0)
+        rejected = None if row.rejected is None else latents.pop()
         tensors = {
-            "image_latents": latents[0] if targets else None,
-            "control_latents": torch.cat(latents[targets:]) if latents[targets:] else None,
+            "image_latents": target,
+            "rejected_latents": rejected,
+            "control_latents": torch.cat(latents) if latents else None,
             "prompt_embeds": torch.cat([text.prefix, text.prompt]),
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
             "edit_mask": mask.coverage if mask else None,
@@ -426,13 +429,14 @@ class Lanes(RunningEncoders):
             mask.origin if mask else None,
             text.image_positions,
             work.measured.result() if work.measured else None,
+            work.sample.rejected_shape,
         )
         return meta, data
 
     def _encode_images(
         self, number: int, originals: Originals, sample: PlannedSample, known: FindLatents | None
     ) -> list[EncodedImage]:
-        """Latents of the target and the controls, reused where the same image at the same size was recent."""
+        """Latents of the images of a sample, reused where the same image at the same size was recent."""
         images = []
         for key in [(digest, size) for _, digest, size in sample.images]:
             if key not in self._recent or _has_failed(self._recent[key].latents):
@@ -502,7 +506,7 @@ class Lanes(RunningEncoders):
         """The measurement of a sample's images; None where the format has no place for it, or there is no target."""
         if sample.row.target is None or self.format_version == 1:
             return None
-        images = [originals.decoded(digest) for _, digest, _ in sample.images]
+        images = [originals.decoded(digest) for _, digest, _ in sample.images[: len(sample.sizes)]]
         return self.decoders.submit(lambda: measure([it.result() for it in images], sample.sizes, crop=self.crop))
 
 

@@ -82,7 +82,8 @@ def found_in_plan(
         value = row.meta.measured if row else None
         if value is None:
             try:
-                value = measure_files([file for file, _, _ in sample.images], sample.sizes, crop=crop)
+                files = [file for file, _, _ in sample.images[: len(sample.sizes)]]
+                value = measure_files(files, sample.sizes, crop=crop)
             except SourceError:
                 value = None
         on_sample()

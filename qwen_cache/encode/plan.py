@@ -23,7 +23,7 @@ from qwen_cache.errors import ConfigError, Notice, Problem, SourceError, counted
 from qwen_cache.extras import __version__
 from qwen_cache.format.identity import Inputs, content_hash, differences, sample_key
 from qwen_cache.format.rows import KeyedRows, ListedSamples, first_of_each, taken
-from qwen_cache.format.sample import ImgShapes
+from qwen_cache.format.sample import ImgShape, ImgShapes
 from qwen_cache.format.update import Copies
 from qwen_cache.models.family import family_of
 from qwen_cache.settings.sections import DataConfig
@@ -161,7 +161,7 @@ class RememberedImages:
     @contextmanager
     def planning(self, rows: Sequence[Row]) -> Iterator[None]:
         """Remember what is learned inside the block, in which a plan of `rows` is made."""
-        images = (image for row in rows for image in (row.target, *row.controls, row.mask) if image is not None)
+        images = (image for row in rows for image in (*row.images, *([row.mask] if row.mask else [])))
         self.files.list_folders(file for image in images for file in _files(image) if is_remote(file))
         with self.files.saved():
             yield
@@ -272,18 +272,30 @@ class PlannedSample:
     """`new`, or what changed: `prompt`, `control 1`, `recipe: dtype bfloat16 → float32`."""
     source_rows: int = 1
     """How many rows of the source have this content."""
+    rejected_size: Size | None = None
+    """Pixels of the rejected image for the VAE, if there is one."""
 
     @property
     def img_shapes(self) -> ImgShapes:
         return img_shapes(self.sizes)
 
     @property
+    def rejected_shape(self) -> ImgShape | None:
+        return img_shapes([self.rejected_size])[0] if self.rejected_size else None
+
+    @property
+    def shown_shapes(self) -> ImgShapes:
+        """The shapes of all images: target, or the image to generate, controls, rejected image."""
+        return (*self.img_shapes, *([self.rejected_shape] if self.rejected_shape else []))
+
+    @property
     def images(self) -> list[tuple[Readable, str, Size]]:
-        """File, hash and pixels for the VAE of the target, unless it is to be generated, and of the controls."""
-        row, inputs = self.row, self.inputs
-        files = [file for file in (row.target, *row.controls) if file is not None]
-        hashes = [digest for digest in (inputs.target, *inputs.controls) if digest is not None]
-        return list(zip(files, hashes, self.sizes[len(self.sizes) - len(files) :], strict=True))
+        """File, hash and pixels for the VAE of each image: target, unless it is to be generated, controls, rejected."""
+        inputs = self.inputs
+        hashes = [digest for digest in (inputs.target, *inputs.controls, inputs.rejected) if digest is not None]
+        sizes = self.sizes if inputs.target else self.sizes[1:]
+        sizes += (self.rejected_size,) if self.rejected_size else ()
+        return list(zip(self.row.images, hashes, sizes, strict=True))
 
 
 Result = tuple[PlannedSample | Problem | Notice, ...]
@@ -509,41 +521,57 @@ def _plan_row(row: Row, rules: Rules, cached: Container[str], memory: Remembered
     files = [file for file in (row.target, *row.controls) if file is not None]
     images = [memory.image(file, may_read=may_read) for file in files]
     mask = memory.image(row.mask, is_mask=True, may_read=may_read) if row.mask else None
+    rejected = memory.image(row.rejected, may_read=may_read) if row.rejected else None
     try:
-        return _samples_of(row, images, mask, rules, cached)
+        return _samples_of(row, images, mask, rejected, rules, cached)
     finally:
-        for image in [*images, *([mask] if mask else [])]:
+        for image in [*images, *(each for each in (mask, rejected) if each)]:
             image.keep()
 
 
 def _samples_of(
-    row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules, cached: Container[str]
+    row: Row,
+    images: Sequence[PlannedImage],
+    mask: PlannedImage | None,
+    rejected: PlannedImage | None,
+    rules: Rules,
+    cached: Container[str],
 ) -> Result:
-    """`_plan_row` of a row that the pipeline takes."""
+    """`_plan_row` of a row that the pipeline takes; `images` are target and controls."""
     try:
         hashes = [_shared(image.hash()) for image in images]
         target, controls = (hashes[0], hashes[1:]) if row.target else (None, hashes)
-        inputs = Inputs(target, _shared(tuple(controls)), mask.hash() if mask else None, row.seed)
+        worse = rejected.hash() if rejected else None
+        inputs = Inputs(target, _shared(tuple(controls)), mask.hash() if mask else None, row.seed, worse)
     except SourceError as error:
         return (as_problem(row, error.where, error),)
+    if worse is not None and worse == target:
+        what, do = f"{row.name}: the rejected image is the target", "name another image, or leave one of them out"
+        return (Problem(row.where, what, do),)
     try:
         originals = [SourceImage(image.where, image.size()) for image in images]
         if row.target:
-            choices = sizes_of(originals, rules.resolution)
+            of_rejected = SourceImage(rejected.where, rejected.size()) if rejected else None
+            choices = sizes_of(originals, rules.resolution, of_rejected)
         else:
             choices = [sizes_to_generate(originals, row.size, rules.resolution)]
     except SourceError as error:
-        return tuple(_decode(row, images, mask, rules)) or (as_problem(row, error.where, error),)
-    keys = [sample_key(rules.recipe_id, inputs, row.prompt, img_shapes(sizes), row.phrase) for sizes in choices]
-    problems = [] if all(key in cached for key in keys) else _decode(row, images, mask, rules)
-    problems += _text_problems(row, originals, choices, rules)
+        return tuple(_decode(row, images, mask, rejected, rules)) or (as_problem(row, error.where, error),)
+    own, samples = _shared(tuple(image.size for image in originals)), list[PlannedSample]()
+    count = 1 + len(row.controls)
+    for choice in choices:
+        sizes, (rejected_size, *_) = _shared(choice[:count]), (*choice[count:], None)
+        shapes, rejected_shape = img_shapes(sizes), img_shapes(choice[count:])
+        key = sample_key(rules.recipe_id, inputs, row.prompt, shapes, row.phrase, *rejected_shape)
+        samples.append(PlannedSample(row, inputs, key, sizes, own, rejected_size=rejected_size))
+    problems = [] if all(each.key in cached for each in samples) else _decode(row, images, mask, rejected, rules)
+    problems += _text_problems(row, originals, [each.sizes for each in samples], rules)
     if problems:
         return tuple(problems)
-    own = _shared(tuple(image.size for image in originals))
-    samples = [PlannedSample(row, inputs, key, _shared(sizes), own) for key, sizes in zip(keys, choices, strict=True)]
     what = "images have a colour profile that is not sRGB; it is ignored, as by the pipelines"
     do = "convert them to sRGB if their colours matter"
-    return (*samples, *(Notice(what, (image.where,), do) for image in images if image.has_other_profile))
+    every = [*images, *([rejected] if rejected else [])]
+    return (*samples, *(Notice(what, (image.where,), do) for image in every if image.has_other_profile))
 
 
 def _text_problems(
@@ -573,15 +601,21 @@ def _shared(value: T) -> T:
     return value
 
 
-def _decode(row: Row, images: Sequence[PlannedImage], mask: PlannedImage | None, rules: Rules) -> list[Problem]:
+def _decode(
+    row: Row,
+    images: Sequence[PlannedImage],
+    mask: PlannedImage | None,
+    rejected: PlannedImage | None,
+    rules: Rules,
+) -> list[Problem]:
     """Decode the images of a row; the problems with them."""
     problems: list[Problem] = []
     target: Size | None = None
-    for image in images:
+    for image in (*images, *([rejected] if rejected else [])):
         try:
             size = image.decode()
             target = target or size
-            is_control = row.target is None or image is not images[0]
+            is_control = image is not rejected and (row.target is None or image is not images[0])
             if is_control and rules.condition_image_size:
                 calculate_dimensions(rules.condition_image_size, size)
         except SourceError as error:

@@ -170,7 +170,8 @@ def reusable_samples(
 def bare_key(sample: SampleMeta | PlannedSample) -> str:
     """The key of a sample's content without recipe and mask."""
     text = sample if isinstance(sample, SampleMeta) else sample.row
-    return sample_key("", replace(sample.inputs, mask=None), text.prompt, sample.img_shapes, text.phrase)
+    inputs = replace(sample.inputs, mask=None)
+    return sample_key("", inputs, text.prompt, sample.img_shapes, text.phrase, sample.rejected_shape)
 
 
 def _without_masks(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from qwen_cache.format.identity import content_hash, copy_hashed
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, record_reader
 from qwen_cache.format.manifest import MANIFEST_NAME, Fields, Manifest, Recipe
 from qwen_cache.format.rows import KeyedRows, Keys, hash_words, taken
-from qwen_cache.format.sample import ImgShapes, SampleMeta, TensorSpec, decode, parse_sample
+from qwen_cache.format.sample import ImgShape, ImgShapes, SampleMeta, TensorSpec, decode, parse_sample
 from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header, tensor_data
 from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.files import is_cut_short
@@ -434,10 +434,11 @@ class Cache:
 class Sample:
     """One sample. `sample["image_latents"]` is a torch tensor, `sample.numpy("image_latents")` a NumPy array.
 
-    With S image tokens of the target, Sc of all controls, L and L0 tokens of the prompt and of the empty prompt (those
-    of the controls included), and D the width of the text encoder, the tensors are:
+    With S image tokens of the target, Sr of the rejected image, Sc of all controls, L and L0 tokens of the prompt and
+    of the empty prompt (those of the controls included), and D the width of the text encoder, the tensors are:
 
         image_latents        [S, 64]    normalised and packed (2×2 patches), in raster order; with a target only
+        rejected_latents     [Sr, 64]   the same for the image that is worse than the target; optional
         control_latents      [Sc, 64]   the same for all controls, one after another; with controls only
         prompt_embeds        [L, D]     unpadded
         empty_prompt_embeds  [L0, D]    for caption dropout; optional
@@ -490,6 +491,11 @@ class Sample:
     def img_shapes(self) -> ImgShapes:
         """`(1, h, w)` in tokens of 16×16 pixels: the target, or the image to generate, then each control."""
         return self.row.meta.img_shapes
+
+    @property
+    def rejected_shape(self) -> ImgShape | None:
+        """`(1, h, w)` in tokens of 16×16 pixels: the rejected image; None if the sample has none."""
+        return self.row.meta.rejected_shape
 
     def buffer(self, name: str) -> memoryview:
         """The checked bytes of a tensor, as in `stored`; a view of the shard unless the tensor is compressed."""

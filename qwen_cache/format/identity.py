@@ -56,10 +56,13 @@ class Inputs:
     mask: str | None
     seed: int | None = None
     """The seed of the noise to generate the image from, if the source has one."""
+    rejected: str | None = None
+    """The image that is worse than the target, if the source has one."""
 
     def to_json(self) -> dict[str, Any]:
-        seed = {} if self.seed is None else {"seed": self.seed}
-        return {"target": self.target, "controls": list(self.controls), "mask": self.mask, **seed}
+        optional = {"seed": self.seed, "rejected": self.rejected}
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"target": self.target, "controls": list(self.controls), "mask": self.mask, **given}
 
 
 Phrase = tuple[tuple[int, int], ...]
@@ -67,16 +70,22 @@ Phrase = tuple[tuple[int, int], ...]
 
 
 def sample_key(
-    recipe: str, inputs: Inputs, prompt: str, img_shapes: Sequence[Sequence[int]], phrase: Phrase = ()
+    recipe: str,
+    inputs: Inputs,
+    prompt: str,
+    img_shapes: Sequence[Sequence[int]],
+    phrase: Phrase = (),
+    rejected_shape: Sequence[int] | None = None,
 ) -> str:
     """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
 
-    The sizes are part of it because a recipe may make several samples of one content. A phrase and a seed are part of
-    it if they are given.
+    The sizes are part of it because a recipe may make several samples of one content. A phrase, a seed and a rejected
+    image are part of it if they are given.
     """
     value = {"recipe": recipe, "prompt": prompt, "img_shapes": [list(shape) for shape in img_shapes]}
     marked = {"phrase": [list(span) for span in phrase]} if phrase else {}
-    return content_hash(canonical_json({**value, **marked, **inputs.to_json()}))
+    rejected = {"rejected_shape": list(rejected_shape)} if rejected_shape else {}
+    return content_hash(canonical_json({**value, **marked, **rejected, **inputs.to_json()}))
 
 
 def dataset_identity(keys: Iterable[str]) -> str:
@@ -85,8 +94,10 @@ def dataset_identity(keys: Iterable[str]) -> str:
 
 
 def differences(old: Inputs, old_prompt: str, new: Inputs, new_prompt: str) -> list[str]:
-    """The names of the inputs that differ, for people: `target`, `control 1`, `mask`, `seed`, `prompt`."""
+    """The names of the inputs that differ, for people: `target`, `control 1`, `mask`, `seed`, `prompt`, …"""
     changed = ["target"] if old.target != new.target else []
+    if old.rejected != new.rejected:
+        changed.append("rejected")
     if len(old.controls) != len(new.controls):
         changed.append("number of controls")
     else:

@@ -247,8 +247,7 @@ FOOTER_LIMITS = {"thrift_string_size_limit": 1 << 20, "thrift_container_size_lim
 ROW_GROUP = 1 << 16  # rows that are written and read at a time: 80 MB
 PARSED = 1 << 12  # rows that are Python objects at a time, at 8 kB each
 KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
-NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "seed", "edit_mask_from", "measured", *TENSORS[2]}}
-SEED = "seed"
+SEED, REJECTED, REJECTED_SHAPE, REJECTED_LATENTS = "seed", "rejected", "rejected_shape", "rejected_latents"
 
 _TENSOR = pa.struct(
     [
@@ -260,8 +259,15 @@ _TENSOR = pa.struct(
         ("codec", pa.string()),
     ]
 )
-OPTIONAL: dict[str, pa.DataType] = {SEED: pa.int64(), MEASURED: MEASURED_TYPE}
+OPTIONAL: dict[str, pa.DataType] = {
+    SEED: pa.int64(),
+    MEASURED: MEASURED_TYPE,
+    REJECTED: pa.string(),
+    REJECTED_SHAPE: pa.list_(pa.int32()),
+    REJECTED_LATENTS: _TENSOR,
+}
 """Columns that an index has only if a sample has a value there; none in format v1."""
+NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "edit_mask_from", *OPTIONAL, *TENSORS[2]}}
 _OF_VERSION = {
     1: [
         ("height", pa.int32()),
@@ -281,7 +287,8 @@ _OF_VERSION = {
 
 def index_schema(format_version: int, having: Collection[str] = ()) -> pa.Schema:
     """The columns of index.parquet, with those of `OPTIONAL` that are in `having`."""
-    optional = [(name, kind) for name, kind in OPTIONAL.items() if name in having and format_version > 1]
+    absent = OPTIONAL.keys() - having if format_version > 1 else OPTIONAL.keys()
+    optional = [(name, kind) for name, kind in OPTIONAL.items() if name not in {*absent, *TENSORS[2]}]
     return pa.schema(
         [
             ("key", pa.string()),
@@ -298,7 +305,7 @@ def index_schema(format_version: int, having: Collection[str] = ()) -> pa.Schema
             ("shard", pa.string()),
             ("offset", pa.int64()),
             ("length", pa.int64()),
-            *((name, _TENSOR) for name in TENSORS[format_version]),
+            *((name, _TENSOR) for name in TENSORS[format_version] if name not in absent),
         ]
     )
 
@@ -336,6 +343,7 @@ def optional_columns(samples: Iterable[SampleMeta]) -> set[str]:
     for meta in samples:
         found |= {SEED} if meta.inputs.seed is not None else set()
         found |= {MEASURED} if meta.measured is not None else set()
+        found |= {REJECTED, REJECTED_SHAPE, REJECTED_LATENTS} if meta.inputs.rejected is not None else set()
     return found
 
 
@@ -516,11 +524,11 @@ def index_row(record: dict[str, Any], format_version: int, where: str) -> IndexR
 
 
 def _index_row(record: dict[str, Any], format_version: int, where: str) -> IndexRow:
-    present = {name: record[name] for name in TENSORS[format_version] if record[name] is not None}
+    present = {name: record[name] for name in TENSORS[format_version] if record.get(name) is not None}
     if missing := [name for name, value in record.items() if value is None and name not in NULLABLE[format_version]]:
         raise IndexFileError(f"{missing[0]} is null", where=where)
     tensors = {name: _tensor_spec(tensor, format_version) for name, tensor in present.items()}
-    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"], record.get(SEED))
+    inputs = Inputs(record["target"], tuple(record["controls"]), record["mask"], record.get(SEED), record.get(REJECTED))
     shapes: ImgShapes
     if format_version == 1:
         heights, widths = [record["height"], *record["height_control"]], [record["width"], *record["width_control"]]
@@ -535,8 +543,11 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     positions = parse_positions(record.get("image_positions", []), where)
     recipe, prompt = record["recipe"], record["prompt"]
     measured = parse_measured(record[MEASURED], where) if record.get(MEASURED) else None
-    meta = SampleMeta(recipe, inputs, prompt, shapes, prefix, tensors, phrase, mask_from, positions, measured)
-    images = [digest for digest in (inputs.target, inputs.mask) if digest is not None]
+    of_text = prefix, tensors, phrase, mask_from, positions
+    rejected = record.get(REJECTED_SHAPE)
+    rejected_shape = (int(rejected[0]), int(rejected[1]), int(rejected[2])) if rejected else None
+    meta = SampleMeta(recipe, inputs, prompt, shapes, *of_text, measured, rejected_shape)
+    images = [digest for digest in (inputs.target, inputs.mask, inputs.rejected) if digest is not None]
     hashes = [meta.recipe, *images, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
     if not all(map(HASH_PATTERN.fullmatch, hashes)):
         raise IndexFileError("a hash is not an xxh3-128", where=where)
@@ -588,6 +599,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         record |= {"phrase": [list(span) for span in meta.phrase], "edit_mask_from": meta.edit_mask_from}
         record |= {"image_positions": list(meta.image_positions)}
         record |= {MEASURED: meta.measured.to_json() if meta.measured else None}
+        record |= {REJECTED_SHAPE: list(meta.rejected_shape) if meta.rejected_shape else None}
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}

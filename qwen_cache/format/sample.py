@@ -148,12 +148,16 @@ def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
 # Format v1 stores them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
 #
 # A sample without target is an image to generate: it has no `image_latents`, and `img_shapes` begins with its size.
+# One with a rejected image, which is worse than its target, has the size of it in `rejected_shape`.
 
 EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
-TENSORS = {1: TENSORS_V1, 2: (*TENSORS_V1, "edit_mask", "attention", "thumbnails")}
+TENSORS = {
+    1: TENSORS_V1,
+    2: ("image_latents", "rejected_latents", *TENSORS_V1[1:], "edit_mask", "attention", "thumbnails"),
+}
 """The tensors of each format version, in the order of storage."""
 OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention", "thumbnails"}
 UNIT_RANGE = {"edit_mask": "F32", "attention": "F16"}
@@ -163,7 +167,8 @@ DTYPES = {**UNIT_RANGE, "thumbnails": "U8"}
 MASK_FROM = ("file", "difference", "head")
 """The origins of an edit mask: the source, the difference of target and control, attention."""
 
-ImgShapes = tuple[tuple[int, int, int], ...]
+ImgShape = tuple[int, int, int]
+ImgShapes = tuple[ImgShape, ...]
 
 
 @dataclass(frozen=True)
@@ -186,15 +191,17 @@ class SampleMeta:
     edit_mask_from: str | None = None
     image_positions: tuple[int, ...] = ()
     measured: Measured | None = None
+    rejected_shape: ImgShape | None = None
 
     @cached_property
     def key(self) -> str:
-        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, self.phrase)
+        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, self.phrase, self.rejected_shape)
 
     @property
     def stored_shapes(self) -> ImgShapes:
-        """The shapes of the images that the sample has: without that of an image to generate."""
-        return self.img_shapes if self.inputs.target else self.img_shapes[1:]
+        """The shapes of the images that the sample has: target, unless it is to be generated, controls, rejected."""
+        own = self.img_shapes if self.inputs.target else self.img_shapes[1:]
+        return (*own, self.rejected_shape) if self.rejected_shape else own
 
     @property
     def text_length(self) -> int:
@@ -218,6 +225,7 @@ class SampleMeta:
             value |= {"edit_mask_from": self.edit_mask_from} if self.edit_mask_from else {}
             value |= {"image_positions": list(self.image_positions)} if self.image_positions else {}
             value |= {MEASURED: {"must_understand": False, **self.measured.to_json()}} if self.measured else {}
+            value |= {"rejected_shape": list(self.rejected_shape)} if self.rejected_shape else {}
         return canonical_json(value)
 
 
@@ -260,12 +268,13 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
     target = images.hash("target") if version == 1 else images.hash_or_null("target")
     controls, mask = tuple(images.hashes("controls")), images.hash_or_null("mask")
     seed = images.count("seed") if version > 1 and "seed" in images.left else None
-    inputs = Inputs(target, controls, mask, seed)
+    rejected = images.hash("rejected") if version > 1 and "rejected" in images.left else None
+    inputs = Inputs(target, controls, mask, seed, rejected)
     images.finish()
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
     positions: tuple[int, ...] = ()
-    measured = None
+    measured, rejected_shape = None, None
     if version == 1:
         img_shapes = _parse_pixel_sizes(fields)
     else:
@@ -277,9 +286,21 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
             positions = parse_positions(fields.take("image_positions", list), where)
         if MEASURED in fields.left:
             measured = parse_measured(fields.take(MEASURED, dict), where)
+        if "rejected_shape" in fields.left:
+            (rejected_shape,) = _parse_img_shapes([fields.take("rejected_shape", list)], where, "rejected_shape")
     fields.finish()
     meta = SampleMeta(
-        recipe, inputs, prompt, img_shapes, prefix_length, tensors, phrase, mask_from, positions, measured
+        recipe,
+        inputs,
+        prompt,
+        img_shapes,
+        prefix_length,
+        tensors,
+        phrase,
+        mask_from,
+        positions,
+        measured,
+        rejected_shape,
     )
     check_shapes(meta, where)
     if meta.key != key:
@@ -293,10 +314,13 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     _check_sizes(meta, where)
     if meta.inputs.target is None and (meta.inputs.mask or "edit_mask" in tensors):
         raise TensorSetError("a sample without target has an edit mask", where=where, expected="none")
+    if meta.inputs.target is None and meta.inputs.rejected:
+        raise TensorSetError("a sample without target has a rejected image", where=where, expected="none")
     if not meta.stored_shapes and "thumbnails" in tensors:
         raise TensorSetError("a sample without images has thumbnails", where=where, expected="none")
     needed = {"prompt_embeds"} | ({"image_latents"} if meta.inputs.target else set())
     needed |= {"control_latents"} if len(meta.img_shapes) > 1 else set()
+    needed |= {"rejected_latents"} if meta.inputs.rejected else set()
     if missing := needed - tensors.keys():
         raise TensorSetError(f"{', '.join(sorted(missing))} missing", where=where)
     if extra := tensors.keys() - needed - OPTIONAL:
@@ -314,6 +338,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         raise ShapeError("thumbnails must be [n]", where=where, found=list(strip.shape))
     expected: dict[str, tuple[int, ...]] = {
         "image_latents": (target, LATENT_CHANNELS),
+        "rejected_latents": (token_count([meta.rejected_shape or ()]), LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
         "prompt_embeds": (text, width),
         "empty_prompt_embeds": (suffix, width),
@@ -323,8 +348,11 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     }
     for name, spec in tensors.items():
         if spec.shape != expected[name]:
+            sizes = f"img_shapes {[list(shape) for shape in meta.img_shapes]}"
+            if name == "rejected_latents":
+                sizes = f"rejected_shape {list(meta.rejected_shape or ())}"
             raise ShapeError(
-                f"{name} does not fit img_shapes {[list(shape) for shape in meta.img_shapes]} and the text",
+                f"{name} does not fit {sizes} and the text",
                 where=where,
                 expected=list(expected[name]),
                 found=list(spec.shape),
@@ -400,6 +428,11 @@ def _check_sizes(meta: SampleMeta, where: str) -> None:
     if len(meta.inputs.controls) != len(meta.img_shapes) - 1:
         what = "img_shapes and inputs have different numbers of images"
         raise ShapeError(what, where=where, expected=1 + len(meta.inputs.controls), found=len(meta.img_shapes))
+    if (meta.inputs.rejected is None) != (meta.rejected_shape is None):
+        what, expected = "rejected_shape does not fit inputs", "a shape where inputs have a rejected image, else none"
+        raise ShapeError(what, where=where, expected=expected, found=meta.rejected_shape)
+    if meta.rejected_shape and not (meta.rejected_shape[0] == 1 and all(map(is_size, meta.rejected_shape))):
+        raise ShapeError("rejected_shape is [1, h, w]", where=where, found=list(meta.rejected_shape))
     if meta.prefix_length < 0:
         raise ShapeError("prefix_length is negative", where=where, found=meta.prefix_length)
 
@@ -422,14 +455,14 @@ def _parse_tensors(value: dict[str, Any], version: int, where: str) -> dict[str,
     return tensors
 
 
-def _parse_img_shapes(value: list[Any], where: str) -> ImgShapes:
+def _parse_img_shapes(value: list[Any], where: str, name: str = "img_shapes") -> ImgShapes:
     good = bool(value) and all(isinstance(s, list) and len(s) == 3 and all(is_size(n) for n in s) for s in value)
     if not good or any(shape[0] != 1 for shape in value):
         raise ShapeError(
-            "img_shapes is a list of [1, h, w], the target first",
+            f"{name} is a list of [1, h, w], the target first" if name == "img_shapes" else f"{name} is [1, h, w]",
             where=where,
-            expected="[[1, h, w], …]",
-            found=value,
+            expected="[[1, h, w], …]" if name == "img_shapes" else "[1, h, w]",
+            found=value if name == "img_shapes" else value[0],
         )
     return tuple((t, h, w) for t, h, w in value)
 

@@ -278,17 +278,21 @@ def decoded_images(settings: Config, device: str) -> ImageSource:
         shapes = sample.img_shapes
         images = decode_images(vae, sample["image_latents"], shapes[:1]) if "image_latents" in sample else []
         images += decode_images(vae, sample["control_latents"], shapes[1:]) if shapes[1:] else []
+        worse = sample.rejected_shape
+        images += decode_images(vae, sample["rejected_latents"], [worse]) if worse else []
         return titled_images(sample, images)
 
     return decode
 
 
 def titled_images(sample: Sample, images: Sequence[Image.Image]) -> list[TitledImage]:
-    """Files of the controls and, where they are, the target and the edit mask; `images` starts with the target."""
+    """Files of the controls and, where they are, of target, rejected image and edit mask; `images` are target,
+    controls, rejected image."""
     targets = images[:1] if "image_latents" in sample else []
-    controls = images[len(targets) :]
+    controls = images[len(targets) : len(targets) + len(sample.img_shapes) - 1]
     shown = [(f"control {i}" if controls[1:] else "control", each) for i, each in enumerate(controls, 1)]
     shown += [("target", target) for target in targets]
+    shown += [("rejected", image) for image in images[len(targets) + len(controls) :]]
     measured = sample.row.meta.measured
     for i, (control, found) in enumerate(
         zip(controls, measured.controls if measured and targets else (), strict=False), 1

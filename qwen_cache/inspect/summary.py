@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from qwen_cache.batching import budgets, index_token_counts, row_tokens
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
-from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.index import INDEX_NAME, REJECTED, REJECTED_SHAPE
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.measured import Findings, findings, times
 from qwen_cache.format.remote import STAGING
@@ -52,6 +52,7 @@ WORST = 12  # misaligned controls and enlarged targets that are named
 SIZE_COLUMNS = ("img_shapes", "height", "width", "height_control", "width_control")
 COLUMNS = (
     *("target", "controls", "text_length", "source_rows", "edit_mask_from", "prefix_length"),
+    *(REJECTED, REJECTED_SHAPE),
     *SIZE_COLUMNS,
     *TENSORS[2],
 )
@@ -75,6 +76,7 @@ class Counts:
     saved: Counter[str] = field(default_factory=Counter)
     to_generate: int = 0
     edit_masks: int = 0
+    rejected: int = 0
     digests: list[Digests] = field(default_factory=list)
     """The sizes of each image that was encoded."""
     shapes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -122,6 +124,14 @@ class Counts:
         sizes = (found.shapes[:, 1] << 32 | found.shapes[:, 2]).astype(np.uint64)
         self.digests += [digests(targets.drop_null()), of_controls]
         self.shapes += [sizes[found.first[has_target]], sizes[is_control]]
+        if REJECTED in batch.schema.names:
+            worse, shapes = batch[REJECTED].drop_null(), batch[REJECTED_SHAPE].drop_null()
+            if len(worse) != len(shapes) or (integers(pc.list_value_length(shapes)) != 3).any():
+                raise ValueError("rejected_shape is not [1, h, w] for each rejected image")
+            sides = integers(shapes.flatten()).reshape(-1, 3)
+            self.rejected += len(worse)
+            self.digests.append(digests(worse))
+            self.shapes.append((sides[:, 1] << 32 | sides[:, 2]).astype(np.uint64))
         of_each = np.repeat(numbers, numbers)
         for number in np.unique(numbers[numbers > 0]).tolist():
             rows = of_controls[of_each == number].reshape(-1, 2 * number)
@@ -161,6 +171,7 @@ def count_recipe(cache: Cache) -> dict[str, Any]:
         "controls": _sorted(counts.controls),
         "to_generate": counts.to_generate,
         "edit_masks": counts.edit_masks,
+        "rejected_images": counts.rejected,
         "edit_masks_from": _sorted(counts.masks_from),
         "measured": measured_counts(cache, measured),
         "text_tokens": _spread(counts.texts),
@@ -408,7 +419,8 @@ def batch_note(batches: Sequence[Mapping[str, float]]) -> str:
 def sample_counts(recipe: Mapping[str, Any]) -> str:
     """The number of samples, how many of them have an edit mask, and how many are images to generate, if any."""
     generated = f", {recipe['to_generate']:,} to generate: without target" if recipe["to_generate"] else ""
-    return f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask{generated}"
+    worse = f", {recipe['rejected_images']:,} with a rejected image" if recipe["rejected_images"] else ""
+    return f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask{worse}{generated}"
 
 
 def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:

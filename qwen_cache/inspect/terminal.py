@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qwen_cache.format.cache import find_sample, open_recipes
 from qwen_cache.format.measured import Alignment
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, ImgShape
 from qwen_cache.inspect.flags import numbers, statistics, stored_thumbnails
 from qwen_cache.inspect.summary import (
     BATCH_COLUMNS,
@@ -48,7 +48,8 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> t
         "recipe": cache.recipe_name,
         "prompt": meta.prompt,
         "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
-        "images": [f"{w * PIXELS_PER_TOKEN}×{h * PIXELS_PER_TOKEN}" for _, h, w in meta.img_shapes],
+        "images": [_pixels(shape) for shape in meta.img_shapes],
+        "rejected": _pixels(meta.rejected_shape) if meta.rejected_shape else None,
         "img_shapes": [list(shape) for shape in meta.img_shapes],
         "prefix_length": meta.prefix_length,
         "image_positions": list(meta.image_positions),
@@ -67,6 +68,11 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> t
         },
     }
     return described, stored_thumbnails(sample) if "thumbnails" in sample else []
+
+
+def _pixels(shape: ImgShape) -> str:
+    _, h, w = shape
+    return f"{w * PIXELS_PER_TOKEN}×{h * PIXELS_PER_TOKEN}"
 
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
@@ -198,6 +204,8 @@ def print_sample(sample: Mapping[str, Any], images: Sequence[Image.Image] = ()) 
         facts.add_row("seed", str(sample["inputs"]["seed"]))
     for size, digest in zip(controls, sample["inputs"]["controls"], strict=True):
         facts.add_row("control", f"{size}  {digest}")
+    if sample["rejected"]:
+        facts.add_row("rejected", f"{sample['rejected']}  {sample['inputs']['rejected']}")
     if sample["edit_mask_from"]:
         facts.add_row("edit mask", verbatim(f"from {sample['edit_mask_from']}  {sample['inputs']['mask'] or ''}"))
     if sample["inputs"]["target"]:

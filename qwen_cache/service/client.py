@@ -458,12 +458,13 @@ class Client:
         controls: Sequence[Image] = (),
         mask: Image | None = None,
         name: str = "",
+        rejected: Image | None = None,
     ) -> Sample:
         """The sample of a row, encoded by the server or known to it. Every tensor is checked by its hash.
 
         SourceError if the row cannot be used, ConfigError if the server stores an image at several sizes.
         """
-        files = _files(target, controls, mask)
+        files = _files(target, controls, mask, rejected)
         fields = {"prompt": prompt, **({"name": name} if name else {})}
         keys = self.send(fields, files)
         if len(keys) > 1:
@@ -474,13 +475,16 @@ class Client:
         meta = sample.row.meta
         hashes = [(name, content_hash(data)) for name, data in files if name != "mask"]  # not each server keeps it
         named = [("target", meta.inputs.target)] if meta.inputs.target else []
-        found = meta.recipe, meta.prompt, [*named, *(("control", each) for each in meta.inputs.controls)]
+        named += [("control", each) for each in meta.inputs.controls]
+        named += [("rejected", meta.inputs.rejected)] if meta.inputs.rejected else []
+        found = meta.recipe, meta.prompt, named
         if found != (self.description.recipe_id, prompt, hashes):
             raise QwenCacheError("the server sent the sample of another row", where=self.url, found=meta.key)
         return sample
 
     def send(self, fields: Mapping[str, str], files: Sequence[tuple[str, bytes]]) -> list[str]:
-        """Send a row as text fields and images by their names, `target`, `control` or `mask`; the keys of its samples.
+        """Send a row as text fields and images by their names (`target`, `control`, `mask`, `rejected`); the keys of
+        its samples.
 
         SourceError if the row cannot be used.
         """
@@ -620,8 +624,10 @@ def sample_parts(sample: Sample) -> tuple[SampleMeta, dict[str, memoryview]]:
     return sample.row.meta, dict(tensor_bytes(sample.row.entry, sample._shards.data))
 
 
-def _files(target: Image | None, controls: Sequence[Image], mask: Image | None) -> list[tuple[str, bytes]]:
-    named = [("target", target), *(("control", each) for each in controls), ("mask", mask)]
+def _files(
+    target: Image | None, controls: Sequence[Image], mask: Image | None, rejected: Image | None
+) -> list[tuple[str, bytes]]:
+    named = [("target", target), *(("control", each) for each in controls), ("mask", mask), ("rejected", rejected)]
     return [(name, each if isinstance(each, bytes) else _read(each)) for name, each in named if each is not None]
 
 

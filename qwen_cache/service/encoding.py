@@ -141,5 +141,5 @@ def files_of(sample: PlannedSample) -> list[tuple[str, bytes]]:
     row, inputs = sample.row, sample.inputs
     named = [("target", row.target, inputs.target)]
     named += [("control", file, digest) for file, digest in zip(row.controls, inputs.controls, strict=True)]
-    named += [("mask", row.mask, inputs.mask)]
+    named += [("mask", row.mask, inputs.mask), ("rejected", row.rejected, inputs.rejected)]
     return [(name, read_again(file, digest)) for name, file, digest in named if file is not None and digest is not None]

@@ -214,6 +214,9 @@ class Engine:
         (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend, marked=False)
         if problems := [*check_prompts(self.job.model, [row]), *check_sizes(self.job.model, [row])]:
             raise SourceError(problems[0].what, where=row.where, do=problems[0].do)
+        if row.rejected is not None and self.job.format_version == 1:
+            do = "leave it out, or start the server with --format v2"
+            raise SourceError("format v1 cannot hold rejected images", where=row.where, do=do)
         return plan_row(row, self._rules, _Known(self))
 
     def submit(self, samples: Sequence[PlannedSample], size: int) -> list[Status]:

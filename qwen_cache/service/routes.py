@@ -74,9 +74,9 @@ def describe(engine: Engine) -> dict[str, Any]:
 # ---- form ------------------------------------------------------------------------------------------------------------
 # A row in the multipart form of a request.
 
-MAX_IMAGES = MAX_CONTROLS + 2  # with a target and a mask
+MAX_IMAGES = MAX_CONTROLS + 3  # with a target, a mask and a rejected image
 TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
-IMAGES = ("target", "control", "mask")
+IMAGES = ("target", "control", "mask", "rejected")
 LIMITS = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS) + MAX_IMAGES, "max_part_size": MAX_TEXT}
 """The limits of a form, whose images may be files, or text that says where they are."""
 BYTES = "latin-1"
@@ -129,11 +129,11 @@ async def read_row(form: FormData, fetch: Fetched, most: int) -> tuple[Row, int]
             most -= len(fetched.data)
         elif name in images:
             images[name].append(Uploaded(await value.read(), name))  # type: ignore[union-attr]
-    for name in ("target", "mask"):
+    for name in (name for name in IMAGES if name != "control"):
         if len(images[name]) > 1:
             raise RefusedError(422, f"the form has {len(images[name])} images named {name}", "send one")
     texts = {name: _text(name, form.getlist(name)) for name in TEXTS}
-    target, mask = (next(iter(images[name]), None) for name in ("target", "mask"))
+    target, mask, rejected = (next(iter(images[name]), None) for name in ("target", "mask", "rejected"))
     prompt = texts["prompt"]
     if prompt is None:
         raise RefusedError(422, "the form has no prompt", "send the field prompt")
@@ -147,6 +147,7 @@ async def read_row(form: FormData, fetch: Fetched, most: int) -> tuple[Row, int]
         _phrase(texts["phrase"]),
         _number("seed", texts["seed"]),
         _size(texts["width"], texts["height"]),
+        rejected,
     )
     generates = texts["generate"] not in (None, "0")
     if generates == (target is not None) or (generates and mask is not None):
@@ -159,11 +160,10 @@ async def read_row(form: FormData, fetch: Fetched, most: int) -> tuple[Row, int]
 
 def check_pixels(row: Row, most: int) -> None:
     """RefusedError for an image of more pixels; SourceError for one whose header cannot be read."""
-    for image in (row.target, *row.controls, row.mask):
-        if image is not None:
-            width, height = upright_size(image.read(), str(image))
-            if width * height > most:
-                raise RefusedError(413, f"{image} has {width}×{height} pixels", f"send images of at most {most} pixels")
+    for image in (*row.images, *([row.mask] if row.mask else [])):
+        width, height = upright_size(image.read(), str(image))
+        if width * height > most:
+            raise RefusedError(413, f"{image} has {width}×{height} pixels", f"send images of at most {most} pixels")
 
 
 def _text(name: str, values: list[Any]) -> str | None:

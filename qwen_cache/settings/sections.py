@@ -44,6 +44,7 @@ Sigmas = Annotated[
     BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v),
 ]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+OneName = Annotated[list[str], Field(max_length=1), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 Scales = Annotated[
     list[Annotated[float, Field(ge=1)]],
     Field(min_length=1),
@@ -121,6 +122,9 @@ class ColumnsConfig(Section):
     """The name of the controls, or a list of names in their order. An empty list ignores all controls."""
     mask: str | None = None
     """The column, part or folder of the edit masks."""
+    rejected: OneName | None = None
+    """The column, part or folder of the rejected images, which are worse than their targets. An empty list ignores
+    them."""
     prompt: str | None = None
     """The column, part or folder of the prompts, or of lists of captions; in a tar also a key of KEY.json."""
     phrase: str | None = None

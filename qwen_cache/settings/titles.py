@@ -28,6 +28,7 @@ TITLES = {
     "data.columns.target": "Column of the targets",
     "data.columns.control": "Columns of the controls",
     "data.columns.mask": "Column of the edit masks",
+    "data.columns.rejected": "Column of the rejected images",
     "data.columns.prompt": "Column of the prompts",
     "data.columns.phrase": "Column of the phrases",
     "data.split": "Split",

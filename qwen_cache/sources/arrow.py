@@ -32,7 +32,7 @@ from qwen_cache.sources.tables import LOOKED_AT, image_columns
 from qwen_cache.storage.remote import Location, is_remote
 from qwen_cache.text import parse_json
 
-IMAGES = ("target", "control", "mask")
+IMAGES = ("target", "control", "mask", "rejected")
 KEPT_ROWS = 40  # of a row group, up to the newest: the plan reads with up to 32 threads, out of order
 OPEN_GROUPS = 2  # threads read on both sides of a border
 LOCAL_BUFFER, REMOTE_BUFFER = 1 << 20, 8 << 20  # bytes of a column per read; a request takes 0.1 s

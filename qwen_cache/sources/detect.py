@@ -9,6 +9,7 @@ Pairs, for editing. Names are compared whole, never by prefix; subfolders are pa
     control_images/NAME.png          the first control (or condition_images, controls, control)
     control_images/NAME_control_1.*  further controls, counted from 1
     control_images/NAME_mask.*       the mask, white where the target was edited
+    rejected/NAME.*                  an image that is worse than the target; or NAME_rejected.* beside it
 
 Every image in the target folder is a target. A file in the control folder belongs to the target with exactly its name;
 only if there is none, `_control_1` and `_mask` are read as endings. So a target may be called `x_mask`, but then
@@ -19,15 +20,21 @@ that table.
 
 A table (.csv, .jsonl, .json, .parquet, a folder of .parquet, or a folder that `datasets` wrote with save_to_disk) has
 one row per sample. These are its columns or keys, in any case, with or without the suffix _file_name; others are
-ignored, unless the name resembles that of a control or a mask:
+ignored, unless the name resembles that of a control, a mask or a rejected image:
 
     target   path_target, target, target_image, target_img, image, image_path, file_name, edited, edited_image,
-             edited_img, output_image, output_img, after, after_image; else output
+             edited_img, output_image, output_img, after, after_image; else output; beside a rejected image also
+             path_chosen, chosen, chosen_image, chosen_img, chosen_path, image_chosen, image_w, win, win_image, winner,
+             winner_image, preferred, preferred_image
     control  path_control, control, control_image, control_images, control_path, edit_image, input_image, input_images,
              input_img, source_image, source_img, src_img, original_image, original_img, before, before_image;
              else input, source, original
              (several: one of these with the suffix _0, _1, _2, …, or a list if the table can hold one)
     mask     path_mask, mask, mask_image, mask_img, mask_path, control_mask, edit_mask
+    rejected path_rejected, rejected, rejected_image, rejected_img, rejected_path, image_rejected, image_l, lose,
+             lose_image, loser, loser_image, dispreferred, dispreferred_image: an image that is worse than the target
+             (jpg_0, jpg_1 or image_0, image_1, with label_0, are both: 1 says that the first is better, 0 the second;
+             with 0.5 the row is left out)
     prompt   prompt, text, caption, instruction, edit_prompt, edit_instruction; or a list, one sample per item:
              prompts, captions, edited_prompt_list; else edit
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; with data.marked_phrases, `[[ ]]`
@@ -395,7 +402,8 @@ def _missing(draft: Draft, known: FieldProblems, needs: Needs, allow_empty_promp
         which = "the prompt" if len(draft.samples) == 1 else f"prompt {empty[0]} of {len(draft.samples)}"
         do = "write one, or allow empty prompts with data.allow_empty_prompt: true"
         field_problems["prompt"] = f"{which} is empty", do
-    for role, image in [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]:
+    named = [("target", row.target), *(("control", it) for it in row.controls), ("mask", row.mask)]
+    for role, image in [*named, ("rejected image", row.rejected)]:
         if isinstance(image, File) and image.local is not None and not os.path.isfile(image.local):
             do = "put the file there, or correct the path (in a table it starts at the table's folder)"
             which = role if str(image) == row.where else f"{role} {image}"
@@ -551,6 +559,7 @@ class Entry:
     """Why the row cannot be used; none if it is left out."""
     renames: tuple[tuple[Path, Path], ...] = ()
     """Files that only need another name to belong to the row, with that name."""
+    rejected: Readable | None = None
 
     @property
     def name(self) -> str:
@@ -606,4 +615,5 @@ def as_entry(draft: Draft, problems: Sequence[Problem]) -> Entry:
         draft.is_left_out,
         tuple(problems),
         draft.renames,
+        first.rejected,
     )

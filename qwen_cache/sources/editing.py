@@ -210,7 +210,7 @@ def _check_mask(entry: Entry, png: bytes, seen: str | None) -> None:
 def _as_left_out(entry: Entry) -> Entry:
     """The row, which has no problems any more."""
     shown = entry.names, entry.where, entry.target, entry.controls, entry.mask, entry.prompts, entry.phrase
-    return Entry(*shown, is_left_out=True, problems=())  # `replace` takes three times as long
+    return Entry(*shown, is_left_out=True, problems=(), rejected=entry.rejected)  # `replace` takes three times as long
 
 
 def _is_same(entry: Entry, other: Entry | None) -> bool:
@@ -469,7 +469,8 @@ class TableEditor(Editor):
         for record in READERS[suffix(self.table)](self.table, opened.rows.text)[1]:
             if isinstance(record, Problem):
                 continue
-            cells = [record[1].get(name) for role in ("target", "control", "mask") for name in opened.columns[role]]
+            roles = ("target", "control", "mask", "rejected")
+            cells = [record[1].get(name) for role in roles for name in opened.columns[role]]
             texts = [str(it).strip() for cell in cells for it in (cell if isinstance(cell, list) else [cell])]
             named = [self.table.parent / text for text in texts if text.endswith(mask.name)]
             times += sum(os.path.realpath(each) == place for each in named)

@@ -1,4 +1,4 @@
-"""The folders of a source of images by role: its targets, controls, masks and prompts.
+"""The folders of a source of images by role: its targets, controls, masks, rejected images and prompts.
 
 `data.columns` names them; else they are recognised by their names, or by their files: of two folders the one with
 prompts has the targets, if at least 90 % of its names are in the other. Layouts of other trainers are
@@ -30,6 +30,10 @@ PAIRED_CONTROL_FOLDERS = (
 """Names that are recognised only beside a folder for the other role: alone, they may be any subfolder."""
 MASK_FOLDERS = ("masks", "mask", "mask_images", "edit_masks")
 """Names that are recognised beside the targets, if they hold masks of targets."""
+REJECTED_FOLDERS = ("rejected", "rejected_images", "lose", "losers", "dispreferred")
+"""Names that are recognised beside the targets, if they hold rejected images of targets."""
+CHOSEN_FOLDERS = ("chosen", "chosen_images", "win", "winners", "preferred")
+"""Names of folders of targets that are recognised only beside a folder of rejected images."""
 KNOWN = {"target": TARGET_FOLDERS, "control": CONTROL_FOLDERS}
 PAIRED = {"target": PAIRED_TARGET_FOLDERS, "control": PAIRED_CONTROL_FOLDERS}
 
@@ -39,10 +43,14 @@ NUMBERED = re.compile(r"(.+)_([0-9]{1,4})", re.DOTALL)
 """A control of musubi-tuner: NAME_0, NAME_1, … in place of NAME, or NAME_1, NAME_2, … in the whole folder."""
 LABEL = re.compile(r"(.+)-(condlabel|masklabel)", re.DOTALL)
 """A control or a mask of OneTrainer, beside its target."""
+WORSE = re.compile(r"(.+)_rejected", re.DOTALL)
+"""A rejected image, beside its target."""
 REPEATS = re.compile(r"([1-9][0-9]{0,3})_.+")
 """A folder of kohya's trainers, whose images come this often in an epoch."""
 MASK = -1
 """The slot of the mask among a target's files; 0 is its first control, then 1, 2, …"""
+REJECTED = -2
+"""The slot of the rejected image."""
 
 PAIRS = 0.9
 """The share of a folder's names that another folder has where the two are pairs."""
@@ -74,18 +82,22 @@ class Layout:
     """True if the controls are beside the targets, as NAME-condlabel."""
     notices: tuple[Notice, ...] = ()
     """The reading that the files decided, and the options that decide otherwise."""
+    rejected: str | None = None
+    """None: beside the targets, as NAME_rejected."""
     first_number: int | None = None
     """The number of the first control of a target, NAME_0 or NAME_1; None where not all are numbered."""
 
     @property
     def others(self) -> tuple[str, ...]:
         """The folders without targets."""
-        return tuple(name for name in (*self.controls, self.mask, self.prompt) if name)
+        return tuple(name for name in (*self.controls, self.mask, self.rejected, self.prompt) if name)
 
     def slot(self, folder: str) -> int | None:
         """The slot of the files in a folder; None if it depends on their names."""
         if folder == self.mask:
             return MASK
+        if folder == self.rejected:
+            return REJECTED
         return self.controls.index(folder) if len(self.controls) > 1 else None
 
 
@@ -107,7 +119,7 @@ class Group:
 
 
 def find_layout(folder: Folder, needs: Needs) -> Layout:
-    """The folders with targets, controls, masks and prompts; no target folder to read controls only.
+    """The folders with targets, controls, masks, rejected images and prompts; no target folder to read controls only.
 
     If there is a folder of controls, every target needs one there unless `data.allow_no_control` says otherwise, also
     for a model that takes images without a control: a missing file must not turn an edit into text to image. A table
@@ -115,9 +127,14 @@ def find_layout(folder: Folder, needs: Needs) -> Layout:
     """
     named = _named(folder, needs)
     folders, notices = _by_name(folder, named), tuple[Notice, ...]()
+    worse = named.get("rejected") or [each for each in folder.folders if each.lower() in REJECTED_FOLDERS][:1]
+    better = [each for each in folder.folders if each.lower() in CHOSEN_FOLDERS]
+    is_pair = bool(worse and len(better) == 1 and not folders["target"] and named.get("rejected") != [])
+    if is_pair:
+        folders |= {"target": better}
     is_open = not {"target", "prompt"} & named.keys() and named.get("control") != []
     if is_open and not all(folders.values()) and (needs.target or not folders["control"]):
-        folders, notices = _by_files(folder, folders, needs, named.get("mask", []))
+        folders, notices = _by_files(folder, folders, needs, [*named.get("mask", []), *worse])
     target = next(iter(folders["target"]), ".")
     mask, prompt = (next(iter(named.get(role, ())), None) for role in ("mask", "prompt"))
     may_have_labels = "control" not in named and needs.takes_control and not folders["control"]
@@ -151,6 +168,11 @@ def find_layout(folder: Folder, needs: Needs) -> Layout:
     layout = Layout(target, tuple(folders["control"]), mask, prompt, has_labels, notices)
     if mask is None and "mask" not in named:
         layout = _with_masks(folder, layout)
+    if worse and named.get("rejected") != []:
+        are_named = is_pair or "rejected" in named
+        found = _stems(folder, worse[0])
+        if are_named or (found and len(found & _stems(folder, target)) >= PAIRS * len(found)):
+            layout = replace(layout, rejected=worse[0])
     return replace(layout, first_number=_first_number(folder, layout))
 
 

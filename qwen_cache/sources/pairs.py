@@ -23,7 +23,7 @@ from pathlib import Path
 
 from qwen_cache.errors import Notice, Problem, SourceError
 from qwen_cache.sources import left_out
-from qwen_cache.sources.layouts import ENDING, LABEL, MASK, NUMBERED, Layout, find_layout
+from qwen_cache.sources.layouts import ENDING, LABEL, MASK, NUMBERED, REJECTED, WORSE, Layout, find_layout
 from qwen_cache.sources.places import (
     IMAGE_EXTENSIONS,
     OTHER_IMAGES,
@@ -138,7 +138,7 @@ def _below_near(path: Location, names: Collection[str], name: str) -> list[str]:
             for entry in os.scandir(path / name / below):
                 stem = entry.name.rpartition(".")[0]
                 if stem not in wanted and ("_" in stem or "-" in stem):
-                    endings = filter(None, (pattern.fullmatch(stem) for pattern in (ENDING, NUMBERED, LABEL)))
+                    endings = filter(None, (each.fullmatch(stem) for each in (ENDING, NUMBERED, LABEL, WORSE)))
                     stem = next((ending[1] for ending in endings if ending[1] in wanted), stem)
                 if stem in wanted and not entry.name.startswith(".") and not entry.is_dir():
                     found.append(posixpath.join(below, entry.name))
@@ -202,8 +202,12 @@ def _read_targets(
         if label and label[1] in owned and (layout.has_labels if label[2] == "condlabel" else layout.mask is None):
             owned[label[1]][0 if label[2] == "condlabel" else MASK] = targets.pop(name)
             del owned[name]
+        worse = WORSE.fullmatch(name)
+        if worse and worse[1] in owned and layout.rejected is None and needs.columns.rejected != []:
+            owned[worse[1]][REJECTED] = targets.pop(name)
+            del owned[name]
     strays = {(prompt_folder, name): paths for name, paths in prompts.items() if name not in targets}
-    for name in filter(None, (*layout.controls, layout.mask)):
+    for name in filter(None, (*layout.controls, layout.mask, layout.rejected)):
         files = _scan(folder, name)
         others[name], of_folder, least = files.others, layout.slot(name), layout.first_number or 0
         for stem, paths in files.images.items():
@@ -227,7 +231,7 @@ def _read_targets(
     captions = {posixpath.splitext(each)[0]: each for each in of_captions}
     leads = Leads(unread, _similar(wanted - unread.keys(), strays), captions)
     if needs.no_control == "allowed":  # but not where a file looks like the control, or others are there
-        gaps = {name: gap for name, gap in gaps.items() if owned[name].keys() - {MASK} or leads.of(gap)}
+        gaps = {name: gap for name, gap in gaps.items() if _controls(owned[name]) or leads.of(gap)}
     hint = f", or {NO_CONTROL}" if needs.no_control == "stated" else ""
     chosen = [name for name in targets if only is None or name in only]
     memory = RememberedFiles.of("prompts 1", folder.path)
@@ -385,9 +389,7 @@ def _common_problem(
     stem = posixpath.splitext(first)[0]
     what = f"none of the {len(targets)} targets has a "
     some = folder.below(layout.controls[0]) if layout.controls else []
-    if (some or (layout.controls and needs.no_control != "allowed")) and not any(
-        set(slots) - {MASK} for slots in owned
-    ):
+    if (some or (layout.controls and needs.no_control != "allowed")) and not any(map(_controls, owned)):
         found = ", ".join(some[:3]) or "nothing"
         what += f"control (expected {stem}.png for {first}, found {found})"
         return Problem(str(folder.path / layout.controls[0]), what, CONTROL_NAMES)
@@ -437,13 +439,18 @@ def _further(name: str, targets: Collection[str]) -> tuple[str | None, int]:
     return ending[1], int(ending[2]) if ending[2] else MASK
 
 
+def _controls(slots: Mapping[int, object]) -> set[int]:
+    """The slots of controls."""
+    return {slot for slot in slots if slot >= 0}
+
+
 def _gap(name: str, slots: Mapping[int, object], controls: tuple[str, ...], first: int | None = None) -> Place | None:
     """The first control that a target lacks; `first` is the number of the first one where all are numbered."""
     if len(controls) > 1:
         return next(((folder, name) for slot, folder in enumerate(controls) if slot not in slots), None)
     if slots.keys() == {0}:
         return None
-    numbers = slots.keys() - {MASK}
+    numbers = _controls(slots)
     missing = min(set(range(len(numbers) + 1)) - numbers)
     if not controls or missing >= max(len(numbers), 1):
         return None
@@ -516,7 +523,7 @@ def _row(
         if len(files) > 1:
             what = f"several files have the same name: {', '.join(map(_base_name, files))}"
             field_problems[what] = what, "keep the right one"
-    numbers = sorted(slot for slot in slots if slot != MASK)
+    numbers = sorted(_controls(slots))
     if gap:
         found = ", ".join(_base_name(slots[slot][0]) for slot in numbers) or "none"
         more, do = leads.of(gap) or (f", found {found}", "add it, or remove the target" + ("" if numbers else hint))
@@ -535,5 +542,6 @@ def _row(
             more, do = f"; {posixpath.basename(caption)} is there", f"rename it to {posixpath.basename(name)}.txt"
         field_problems["prompt"] = f"the prompt {_join(prompt_folder, name)}.txt is missing{more}", do
     controls = tuple(File(slots[slot][0]) for slot in numbers)
-    mask = File(slots[MASK][0]) if MASK in slots else None
-    return Draft((Row(name, str(targets[0]), File(targets[0]), controls, mask, text),), field_problems)
+    mask, rejected = (File(slots[slot][0]) if slot in slots else None for slot in (MASK, REJECTED))
+    row = Row(name, str(targets[0]), File(targets[0]), controls, mask, text, rejected=rejected)
+    return Draft((row,), field_problems)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import lru_cache
@@ -108,6 +109,13 @@ class Row:
     """The seed of the noise to generate the image from."""
     size: tuple[int, int] | None = None
     """Width and height of an image to generate, in pixels; None: those that its controls or the settings give."""
+    rejected: Readable | None = None
+    """An image for the same prompt and controls that is worse than the target."""
+
+    @property
+    def images(self) -> tuple[Readable, ...]:
+        """Target, controls and rejected image, as far as there are any."""
+        return tuple(image for image in (self.target, *self.controls, self.rejected) if image is not None)
 
 
 FieldProblems = dict[str, tuple[str, str]]
@@ -138,6 +146,8 @@ def limits_exceeded(row: Row) -> FieldProblems:
     if len(row.controls) > MAX_CONTROLS:
         what = f"the row has {len(row.controls)} controls, expected at most {MAX_CONTROLS}"
         found["control"] = what, "leave out the others"
+    if row.rejected is not None and row.target is None:
+        found["rejected"] = "there is a rejected image, and no target", "add the target, which is better than it"
     ends = [0, *(end for _, end in row.phrase)]
     spans = zip(ends, row.phrase, strict=False)
     if not all(last <= begin < end <= len(row.prompt) for last, (begin, end) in spans):
@@ -203,6 +213,10 @@ COLUMNS = {
         *("original_image", "original_img", "before", "before_image"),
     ),
     "mask": ("path_mask", "mask", "mask_image", "mask_img", "mask_path", "control_mask", "edit_mask"),
+    "rejected": (
+        *("path_rejected", "rejected", "rejected_image", "rejected_img", "rejected_path", "image_rejected"),
+        *("image_l", "lose", "lose_image", "loser", "loser_image", "dispreferred", "dispreferred_image"),
+    ),
     "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", "edit_instruction", *LIST_COLUMNS),
     "phrase": ("phrase", "edit_phrase"),
 }
@@ -215,6 +229,14 @@ LEFT_OUT = {left_out.COLUMN: (left_out.COLUMN,)}
 GENERIC = {"target": ("output",), "control": ("input", "source", "original"), "prompt": ("edit",)}
 """Ambiguous names, which may also say, for example, where an image is from: recognised only if no column has one of the
 names above."""
+CHOSEN = (
+    *("path_chosen", "chosen", "chosen_image", "chosen_img", "chosen_path", "image_chosen"),
+    *("image_w", "win", "win_image", "winner", "winner_image", "preferred", "preferred_image"),
+)
+"""Names of targets beside a column of rejected images."""
+COMPARED, LABEL = (("jpg_0", "jpg_1"), ("image_0", "image_1")), "label_0"
+"""Two columns of images, and that of a label: 1 if the first one is better, 0 if the second one is, 0.5 if neither is.
+Pick-a-Pic has them."""
 NOT_OF_EDITS = ("image", "image_path", "file_name")
 """Names of targets that say nothing about an edit: `source` beside them need not be a control."""
 FILE_NAMES = ("_file_name", "_file_names")
@@ -264,12 +286,16 @@ def find_columns(
     columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
     taken = {name for listed in named.values() for name in listed}
     unknown, missing = list[str](), list[str]()
+    if "rejected" in named or any(_role_among(known, name)[0] == "rejected" for name in names):
+        known |= {"target": (*known["target"], *CHOSEN)}
     for name in names:
         role, number = _role_among(known, name)
         if role is None and name not in taken:
             unknown.append(name)
         elif role is not None and name not in taken and role not in named:
             _add(columns, role, number, name, where, noun)
+    if label := _compared(columns, named, unknown):
+        columns |= {"label": {0: label}}
     for role, needed in (("target", needs.target), ("prompt", needs.prompt), ("control", needs.some_control)):
         if not columns[role] and role not in named and _wants_generic(role, columns["target"], needs):
             for name in list(unknown):
@@ -297,6 +323,18 @@ def find_columns(
         )
     _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
+
+
+def _compared(columns: dict[str, dict[int, str]], named: Columns, unknown: list[str]) -> str | None:
+    """The column that says which of two images is the target, if there is one; they get their roles."""
+    lower = {name.strip().lower(): name for name in unknown}
+    pair = next((pair for pair in COMPARED if lower.keys() >= {*pair, LABEL}), None)
+    if pair is None or columns["target"] or columns["rejected"] or {"target", "rejected"} & named.keys():
+        return None
+    for role, name in zip(("target", "rejected"), pair, strict=True):
+        columns[role][0] = lower[name]
+        unknown.remove(lower[name])
+    return lower[LABEL]
 
 
 def given(columns: ColumnsConfig) -> Columns:
@@ -403,9 +441,10 @@ def _no_column(
 
 
 def _check_unknown(unknown: Iterable[str], named: Columns, where: Location, noun: str) -> None:
-    """SourceError if an unknown column resembles a control or a mask: a typo must not drop it."""
+    """SourceError if an unknown column resembles a control, a mask or a rejected image: a typo must not drop it."""
     open_roles = [role for role in ("control", "mask") if role not in named]
     known = [name for role in open_roles for name in COLUMNS[role]]
+    known += [name for name in COLUMNS["rejected"] if "rejected" in name and "rejected" not in named]
     for name in unknown:
         stem = _stem(name)
         near = get_close_matches(
@@ -414,13 +453,14 @@ def _check_unknown(unknown: Iterable[str], named: Columns, where: Location, noun
         near += [like for like in known if sorted(like) == sorted(stem)]  # but `maks` (0.75) is one
         near += [word for word in open_roles if word in stem.split("_")]
         if near:
-            role = "mask" if near[0] in COLUMNS["mask"] else "control"
+            role = next(role for role in ("mask", "rejected", "control") if near[0] in COLUMNS[role])
             like = near[0] + (name.strip()[len(stem) :] if role == "control" else "")  # with its number
+            held = "rejected image" if role == "rejected" else role
             raise SourceError(
                 f"the {noun} {name!r} is unknown, and resembles {like!r}",
                 where=where,
                 expected=", ".join(known),
-                do=f"rename it to {like!r}; if it holds no {role}, rename it to something else, or name the {role}: "
+                do=f"rename it to {like!r}; if it holds no {held}, rename it to something else, or name the {held}: "
                 + setting(role, "NAME"),
             )
 
@@ -463,6 +503,7 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
     cells: dict[str, list[Any]] = {role: [] for role in columns}
     for role, column in [(role, column) for role, listed in columns.items() for column in listed]:
         read = _flag if role in LEFT_OUT else _number if role in TO_GENERATE else _items
+        read = _label if role == "label" else read
         cells[role] += read(role, column, values.get(column), field_problems)
     is_left_out = any(cells.get(left_out.COLUMN, ()))
     phrase = cells["phrase"][0] if cells["phrase"] else ""
@@ -470,6 +511,10 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
     while controls and not controls[-1]:
         controls.pop()
     target = cells["target"][0] if columns["target"] else ""
+    rejected = next(iter(cells.get("rejected", [])), "")
+    better = next(iter(cells.get("label", [])), "first")
+    is_left_out |= better == "neither"
+    target, rejected = (rejected, target) if better == "second" else (target, rejected)
 
     def unusable(what: str, do: str) -> Draft:
         samples = tuple(Row(_numbered(where), where, None, (), None, prompt) for prompt in prompts)
@@ -485,7 +530,9 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
         return unusable(*field_problems.get(role, (what, do)))
     try:
         images = [_image(value, folder) for value in filter(None, controls)]
-        shown, painted = (_image(it, folder) if it else None for it in (target, mask[0] if mask and target else ""))
+        shown, painted, worse = (
+            _image(it, folder) if it else None for it in (target, mask[0] if mask and target else "", rejected)
+        )
     except SourceError as error:
         return unusable(error.fault, error.do or "correct the path")
     named = next(filter(None, (target, *controls)), None)
@@ -497,7 +544,7 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
     size = None if width is None or height is None else (width, height)
     seed = next(iter(cells.get("seed", [])), None)
     given = where, shown, tuple(images), painted
-    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size) for prompt in prompts)
+    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size, worse) for prompt in prompts)
     return Draft(samples, field_problems, phrase, is_left_out)
 
 
@@ -549,6 +596,17 @@ def _flag(role: str, column: str, value: Any, field_problems: FieldProblems) -> 
         expected = f"expected {', '.join(left_out.YES)}, or {', '.join(filter(None, left_out.NO))} or nothing"
         field_problems[role] = f"{column!r} is {_short(value)}, {expected}", "correct it, or leave it empty"
     return [bool(yes)]
+
+
+def _label(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[str]:
+    """`first`, `second` or `neither`, whichever of two images is better."""
+    found = {1.0: "first", 0.0: "second", 0.5: "neither"}
+    with suppress(ValueError, TypeError):
+        if not isinstance(value, bool) and (which := found.get(float(value))):
+            return [which]
+    what = f"the {role} {column!r} is {_short(value)}, expected 1, 0 or 0.5: the share of the first image"
+    field_problems[role] = what, "correct it"
+    return ["first"]
 
 
 def _number(role: str, column: str, value: Any, field_problems: FieldProblems) -> list[int | None]:

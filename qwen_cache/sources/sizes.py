@@ -1,7 +1,8 @@
 """The size of each image, from the sizes of the originals and the user's policy; integers only.
 
 By default the pipelines' own rule: each image keeps its aspect ratio up to the rounding of its sides to 32 pixels.
-A first control of its target's shape gets exactly its target's size, so that the pair stays aligned under every policy.
+A first control or a rejected image of its target's shape gets exactly its target's size, so that the pair stays aligned
+under every policy.
 Nothing is cropped unless `data.resize_mode` says so; nothing is enlarged if `data.upscale` is off. Refuses images that
 a fixed resolution would distort, and images that are too small without enlarging.
 """
@@ -74,19 +75,23 @@ class SourceImage:
     size: Size
 
 
-def sizes_of(images: Sequence[SourceImage], resolution: Resolution) -> list[tuple[Size, ...]]:
-    """The sizes of target and controls, in that order, one tuple for each sample.
+def sizes_of(
+    images: Sequence[SourceImage], resolution: Resolution, rejected: SourceImage | None = None
+) -> list[tuple[Size, ...]]:
+    """The sizes of target, controls and the rejected image, if there is one, in that order: one tuple for each sample.
 
     SourceError names the image that cannot get such a size.
     """
     target, first = images[0], images[1:2]
     aligned = [target, *(control for control in first if same_shape(control.size, target.size))]
-    filled = min(image.size[0] for image in aligned), min(image.size[1] for image in aligned)
+    same = [*aligned, *([rejected] if rejected and same_shape(rejected.size, target.size) else [])]
+    filled = min(image.size[0] for image in same), min(image.size[1] for image in same)
     choose = _fixed if resolution.fixed else _budgets
     choices = []
     for area, size in choose(target, filled, resolution):
         others = images[len(aligned) :]
         own = [_within(area, other, None if resolution.upscale else other.size) for other in others]
+        own += [size if rejected in same else _as_target(rejected, area, resolution)] if rejected else []
         choices.append((*[size] * len(aligned), *own))
     return list(dict.fromkeys(choices))
 
@@ -185,6 +190,14 @@ def _fixed(target: SourceImage, filled: Size, resolution: Resolution) -> list[tu
         )
     chosen = (sizes if resolution.upscale else fills) if resolution.all else fills[-1:] or sizes[:1]
     return [(width * height, (width, height)) for width, height in chosen]
+
+
+def _as_target(image: SourceImage, area: int, resolution: Resolution) -> Size:
+    """The size that an image would have as a target, with about the pixels of `area`."""
+    if not resolution.fixed:
+        return _within(area, image, None if resolution.upscale else image.size)
+    choices = _fixed(image, image.size, replace(resolution, all=True))
+    return min(choices, key=lambda choice: abs(choice[0] - area))[1]
 
 
 def _within(area: int, image: SourceImage, limit: Size | None) -> Size:

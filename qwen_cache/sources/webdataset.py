@@ -1,6 +1,7 @@
 """Tars of images, as `webdataset` packs them: the members of one sample have one name up to its first dot.
 
-    KEY.target.png or KEY.png    the target; KEY.control.png, KEY.control_1.png, KEY.mask.png the other images
+    KEY.target.png or KEY.png    the target
+    KEY.control.png, KEY.control_1.png, KEY.mask.png, KEY.rejected.png the other images
     KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
 
 Column names may stand for `target`, `control`, … (KEY.edited_image.jpg), and `data.columns` may name any part, with or
@@ -127,7 +128,7 @@ class Parts:
         """`needs` with the columns that the members got. The name of the prompt may be a key of KEY.json instead."""
         images = {role: names for role, names in self.given.items() if role != "prompt"}
         controls = [f"control_{number}" if number else "control" for number in range(len(images.get("control", ())))]
-        own = {role: controls if role == "control" else role for role in images}
+        own = {role: controls if role == "control" else names and role for role, names in images.items()}
         return replace(needs, columns=ColumnsConfig.model_validate(own))
 
     def check(self, where: Location) -> None:

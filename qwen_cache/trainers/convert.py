@@ -334,7 +334,7 @@ def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> Expor
     if (found := cache.recipe.recipe.get("pipeline")) not in pipelines:
         what = f"{tool.title} has no trainer for caches of this model"
         raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
-    known = {"empty_prompt_embeds", "edit_mask"}
+    known = {"empty_prompt_embeds", "edit_mask", "rejected_latents"}
     if unknown := [each for each in leave_out if each not in known]:
         what, expected = "this tensor cannot be left out", " or ".join(sorted(known))
         raise ConfigError(what, where="--leave-out", expected=expected, found=unknown[0])

@@ -118,7 +118,7 @@ def _masks_of(source: OpenSource, target: Readable) -> list[Readable]:
 def renames(source: OpenSource, entry: Entry) -> list[tuple[Path, Path]]:
     """Files that only need another name to belong to a row, with that name."""
     found = list(entry.renames)
-    for image in (entry.target, *entry.controls, entry.mask):
+    for image in _images(entry):
         path = Path(image.local) if isinstance(image, File) and image.local else None
         if path is None or path.is_file() or (near := similar_file(str(path))) is None:
             continue
@@ -130,7 +130,7 @@ def renames(source: OpenSource, entry: Entry) -> list[tuple[Path, Path]]:
 
 
 def _images(entry: Entry) -> tuple[Readable | None, ...]:
-    return (entry.target, *entry.controls, entry.mask)
+    return (entry.target, *entry.controls, entry.mask, entry.rejected)
 
 
 def _is_taken(old: Path, new: Path) -> bool:

@@ -78,8 +78,11 @@ def readable(entry: Entry, is_inside: IsInside) -> Entry:
         is_here = all(is_inside(file) for file in files if not is_remote(file))
         return image if is_here else Outside(str(image))
 
-    target, mask = (None if image is None else checked(image) for image in (entry.target, entry.mask))
-    return replace(entry, target=target, controls=tuple(map(checked, entry.controls)), mask=mask)
+    target, mask, rejected = (
+        None if image is None else checked(image) for image in (entry.target, entry.mask, entry.rejected)
+    )
+    controls = tuple(map(checked, entry.controls))
+    return replace(entry, target=target, controls=controls, mask=mask, rejected=rejected)
 
 
 def check_links(source: Path, is_inside: IsInside) -> None:

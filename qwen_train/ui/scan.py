@@ -108,10 +108,11 @@ class Facts:
     controls: tuple[Known, ...] = ()
     mask: Known | None = None
     measured: MeasuredRow | None = None
+    rejected: Known | None = None
 
     @property
     def images(self) -> list[Known]:
-        return [each for each in (self.target, *self.controls, self.mask) if each is not None]
+        return [each for each in (self.target, *self.controls, self.mask, self.rejected) if each is not None]
 
     @property
     def is_broken(self) -> bool:
@@ -271,7 +272,8 @@ def facts_of(entry: Entry, memory: RememberedFiles, *, reads: bool = True) -> Fa
     known = partial(_known, memory, reads)
     target = None if entry.target is None else known("target", entry.target)
     controls = tuple(known("control", control) for control in entry.controls)
-    return Facts(target, controls, None if entry.mask is None else known("mask", entry.mask))
+    mask = None if entry.mask is None else known("mask", entry.mask)
+    return Facts(target, controls, mask, rejected=None if entry.rejected is None else known("rejected", entry.rejected))
 
 
 def _known(memory: RememberedFiles, reads: bool, role: str, image: Readable) -> Known:
@@ -326,7 +328,8 @@ def faults_of(facts: Facts, resolution: Resolution) -> Iterator[tuple[Readable, 
     if facts.is_broken or facts.target is None:
         return
     try:
-        sizes_of(originals, resolution)
+        worse = facts.rejected
+        sizes_of(originals, resolution, SourceImage(str(worse.image), worse.size) if worse else None)
     except SourceError as error:
         at_fault = next(
             (each.image for each in facts.images if str(each.image) == str(error.where)), facts.target.image
@@ -409,8 +412,8 @@ END_OF_JPEG = b"\xff\xd9"
 
 
 def image_of(entry: Entry, role: str) -> Readable | None:
-    """The image of a row by its role: `target`, `mask`, `control-0`, `control-1`, …"""
-    if role in ("target", "mask"):
+    """The image of a row by its role: `target`, `rejected`, `mask`, `control-0`, `control-1`, …"""
+    if role in ("target", "rejected", "mask"):
         image: Readable | None = getattr(entry, role)
         return image
     name, _, number = role.partition("-")
@@ -421,7 +424,7 @@ def image_of(entry: Entry, role: str) -> Readable | None:
 def roles_of(entry: Entry) -> list[str]:
     """The roles of a row's images, in the order in which people read an edit."""
     controls = [f"control-{number}" for number in range(len(entry.controls))]
-    return [*controls, *(role for role in ("target", "mask") if getattr(entry, role) is not None)]
+    return [*controls, *(role for role in ("target", "rejected", "mask") if getattr(entry, role) is not None)]
 
 
 def version_of(image: Readable) -> str:

@@ -40,13 +40,17 @@ class FakeLanes(RunningEncoders):
 
     def result(self, sample: PlannedSample) -> tuple[SampleMeta, dict[str, memoryview]]:
         shapes = sample.img_shapes
-        wanted = {"image_latents": (token_count(shapes[:1]), 64), "control_latents": (token_count(shapes[1:]), 64)}
+        wanted = {"image_latents": (token_count(shapes[:1]), 64)}
+        if sample.rejected_shape:
+            wanted["rejected_latents"] = token_count([sample.rejected_shape]), 64
+        wanted |= {"control_latents": (token_count(shapes[1:]), 64)}
         wanted |= {"prompt_embeds": (PROMPT_ROWS, 64), "empty_prompt_embeds": (5, 64)}
         absent = ["image_latents"] * (sample.row.target is None) + ["control_latents"] * (len(shapes) == 1)
         wanted = {name: shape for name, shape in wanted.items() if name not in absent}
         data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
         tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
-        meta = SampleMeta(recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors)
+        described = recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors
+        meta = SampleMeta(*described, rejected_shape=sample.rejected_shape)
         self.encoded.append(sample.row.name)
         return meta, data
 
