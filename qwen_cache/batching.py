@@ -422,6 +422,16 @@ def row_tokens(
     return np.stack([tokens.sum(0), np.zeros_like(tokens[0])]) if joint else tokens
 
 
+def pair_tokens(tokens: IntArray, rejected: IntArray, config: BatchConfig) -> IntArray:
+    """Token counts `[2, N]` of samples with two rows in a batch each: `tokens` and `rejected`, `[2, N]` as well.
+
+    A padded batch pads both rows to its longest, so each counts as the longer one.
+    """
+    both = np.stack([tokens, rejected])
+    count: IntArray = 2 * both.max(0) if _is_padded(config) else both.sum(0)
+    return count
+
+
 def sequence_settings(config: BatchConfig) -> dict[str, Any]:
     """The settings that determine the sequence of batches, None for those without effect: a resumed run needs them."""
     return {

@@ -198,5 +198,16 @@ def flow_loss(
     product of those that apply: the noise level's `weighting`, the loss weight of the sample's cache, and its target
     tokens relative to the batch's mean.
     """
-    error = error_of(velocity.float() - (noise - clean if target is None else target)).mean(dim=-1)
-    return (sample_weight * ((error * weight).sum(dim=1) / weight.sum(dim=1))).mean()
+    errors = sample_errors(velocity, noise - clean if target is None else target, weight, error_of)
+    return (sample_weight * errors).mean()
+
+
+def sample_errors(
+    velocity: Float[Tensor, "B S C"],
+    target: Float[Tensor, "B S C"],
+    weight: Float[Tensor, "B S"],
+    error_of: Callable[[Tensor], Tensor] = torch.square,
+) -> Float[Tensor, " B"]:
+    """The weighted mean error of each sample over its tokens and channels, as in `flow_loss`."""
+    error = error_of(velocity.float() - target).mean(dim=-1)
+    return (error * weight).sum(dim=1) / weight.sum(dim=1)

@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
 from rich.progress import Progress
+from torch import Tensor
 
 from qwen_cache.errors import QwenCacheError, TrainError, first_line
 from qwen_cache.settings.load import Config
@@ -25,20 +27,20 @@ from qwen_cache.storage.files import write_durably
 from qwen_cache.terminal import console, progress
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batch
-from qwen_train.lora.adapter import ASSISTANT, without
+from qwen_train.lora.adapter import ASSISTANT, TRAINED, without
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
 from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Requests, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
-from qwen_train.training.loss import NonFiniteGuard, compute_loss, with_teacher, zero_loss
+from qwen_train.training.loss import NonFiniteGuard, compute_loss, with_reference, with_teacher, zero_loss
 from qwen_train.training.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.training.optimizers import evaluation_weights
 from qwen_train.training.prepare import Prepared, make_batches, note_commits, plan_summary, prepare, run_facts
 from qwen_train.training.processes import each_in_any_process, leave, together
 from qwen_train.training.report import renew_report
 from qwen_train.training.start import Start, starting
-from qwen_train.training.validation import ValidationImages, evaluating, mean_losses
+from qwen_train.training.validation import Validation, ValidationImages, evaluating, mean_losses, preferences
 
 
 def train(config: Config, *, resume: bool = False, to_encode: ToEncode | None = None) -> Path:
@@ -189,7 +191,8 @@ class Steps:
         """Add the gradient of a batch; the step's gradient is the mean over its samples."""
         p, run = self.p, self.p.run
         batch, settings = batch.to(p.accelerator.device, p.dtype), p.config.train
-        loss = compute_loss(p.transformer, with_teacher(run.transformer, batch, settings, p.accelerator), settings)
+        taught = with_teacher(run.transformer, batch, settings, p.accelerator)
+        loss = compute_loss(p.transformer, with_reference(run.transformer, taught, settings), settings)
         value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
         if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
             loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
@@ -256,12 +259,31 @@ def validate(p: Prepared) -> dict[str, float]:
             measured = p.validation.losses(
                 lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
             )
+            compared = {} if p.config.train.dpo.beta is None else preferences_of(p, p.validation, measured)
         if p.accelerator.is_main_process:
             p.validation.write(p.out, p.run.step, measured)
-        losses = mean_losses(measured)
+        losses = mean_losses(measured) | compared
     if p.images and p.images.due(p.run.step):
         generate_images(p, p.images)
     return losses
+
+
+def preferences_of(p: Prepared, validation: Validation, losses: Float[Tensor, "N 4"]) -> dict[str, float]:
+    """Which image of each held-out pair the LoRA prefers; `losses` are those of the targets."""
+
+    def loss_of(batch: Batch) -> Tensor:
+        return compute_loss(p.transformer, batch.to(p.accelerator.device, p.dtype))
+
+    rejected = validation.losses(loss_of, p.accelerator, rejected=True)
+    with without(p.transformer, TRAINED):
+        reference = [validation.losses(loss_of, p.accelerator, rejected=which) for which in (False, True)]
+    values = preferences(losses, rejected, *reference)
+    accuracy, margin = values.values()
+    text = (
+        f"step {p.run.step}: preference accuracy {accuracy:.2f}, margin {margin:+.2g}, of {len(losses)} held-out pairs"
+    )
+    console().print(text, highlight=False)
+    return values
 
 
 def images_now(p: Prepared) -> str:

@@ -44,6 +44,7 @@ from .support.imports import make, write_diffusion_pipe, write_musubi, write_qfl
 from .support.marks import slow
 from .support.paths import ROOT, load_tool
 from .support.photographs import photograph
+from .support.preferences import write_preferences
 from .support.sources import write_pairs
 
 reference: Any = load_tool("make_reference")
@@ -158,6 +159,8 @@ def folder(
             write_other_caches(tmp_path)
         if page == "howto/come-from-another-trainer.md":
             write_data_of_others(tmp_path)
+        if page == "howto/train-from-preferences.md":
+            write_preferences(tmp_path / "preferences", 8)
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(small(page)), encoding="utf-8")
         return tmp_path
 

@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import QwenImage21Transformer2DModel, QwenImageTransformer2DModel
-from peft import LoraConfig
-from peft.utils import set_peft_model_state_dict
 from torch import Tensor
 
 from qwen_cache import open_cache
@@ -33,6 +31,7 @@ from qwen_train.weights import trainable
 from .support.commands import run
 from .support.marks import slow
 from .support.runs import SMALL, MixedTrainer, Trainer, column, differences, outcome, relative_error, train_compiled
+from .support.teacher import gradients, prepared, stock_of, velocity_20b
 from .support.training_21 import stock_velocity
 
 Built = Callable[..., Path]
@@ -41,7 +40,6 @@ SMALLER = ("--set", "data.vae_image_size=9216")
 LOSS_WEIGHT = 0.5
 EXACT = 1e-5
 """Of float32: two orders of the same sums."""
-TARGETS = ["to_q", "to_v"]
 
 
 def with_teacher(p: Any, batch: Batch) -> Batch:
@@ -49,37 +47,8 @@ def with_teacher(p: Any, batch: Batch) -> Batch:
     return loss_module.with_teacher(p.run.transformer, batch, p.config.train, p.accelerator)
 
 
-def prepared(train: Trainer, **changes: Any) -> training.Prepared:
-    """A run before its first step, with an update in its LoRA."""
-    p = train.prepared(train__lora__target_modules=TARGETS, **changes)
-    torch.manual_seed(2)
-    for tensor in lora_weights(p.run.transformer).values():
-        tensor.data.copy_(torch.randn_like(tensor) / 8)
-    return p
-
-
 def first_batch(p: training.Prepared) -> tuple[Batch, list[NoisedSample]]:
     return p.batches.batch(0), [p.batches.sample_noise(position) for position in p.batches.plan.batch(0)]
-
-
-def stock_of(p: training.Prepared, folder: Path, kind: Any) -> Any:
-    """The stock transformer with a copy of the LoRA."""
-    stock = kind.from_pretrained(folder)
-    stock.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS))
-    set_peft_model_state_dict(stock, {n: t.detach().clone() for n, t in lora_weights(p.run.transformer).items()})
-    return stock
-
-
-def velocity_20b(stock: Any, sample: Any, text: Tensor, target: Tensor, sigma: float) -> Tensor:
-    controls = [sample["control_latents"]] if "control_latents" in sample else []
-    output: Tensor = stock(
-        hidden_states=torch.cat([target, *controls])[None],
-        encoder_hidden_states=text[None],
-        timestep=torch.tensor([sigma]),
-        img_shapes=[list(sample.img_shapes)],
-        return_dict=False,
-    )[0][0, : len(target)]
-    return output
 
 
 def reference(stock: Any, item: NoisedSample, draw: NoiseDraw, mask_weight: float, velocity: Any) -> Tensor:
@@ -107,10 +76,6 @@ def reference_loss(p: training.Prepared, stock: Any, noised: list[NoisedSample],
     ]
     tokens = [len(it.draws[0].noise) if config.loss_reduction == "per_token" else 1 for it in noised]
     return torch.stack([n * loss for n, loss in zip(tokens, losses, strict=True)]).sum() / sum(tokens)
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 @pytest.mark.parametrize(

@@ -390,6 +390,27 @@ class WeightedCache(Section):
     """A factor of the loss of these samples."""
 
 
+class DpoConfig(Section):
+    beta: Annotated[float, Field(gt=0)] | None = None
+    """Learn from preferences (Diffusion-DPO, arXiv 2311.12908): how strongly the LoRA is held to the model without it;
+    1000 to 2500 are usual. Half of diffusers' beta_dpo. By default off."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """The probability that a preference is the wrong way round."""
+    rpo_alpha: Annotated[float, Field(ge=0)] = 0.0
+    """The weight of a supervised term beside it: the usual loss of the target."""
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        """ConfigError for a setting without effect."""
+        if self.beta is None and (given := [name for name in ("label_smoothing", "rpo_alpha") if getattr(self, name)]):
+            raise ConfigError(
+                f"train.dpo.{given[0]} is for learning from preferences, which train.dpo.beta turns on",
+                found=f"train.dpo.{given[0]}={getattr(self, given[0])} without train.dpo.beta",
+                do=f"set train.dpo.beta, such as 2000, or leave train.dpo.{given[0]} out",
+            )
+        return self
+
+
 class TrainConfig(BatchConfig):
     output_dir: LocalFolder = "out"
     """The folder for checkpoints and the LoRA."""
@@ -488,6 +509,12 @@ class TrainConfig(BatchConfig):
     checkpoints_total_limit: NotNegative = 3
     """Number of newest checkpoints to keep, beside the one that `qwen-train best` proposes; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
+    dpo: DpoConfig = DpoConfig()
+
+    @property
+    def rows_per_sample(self) -> int:
+        """The rows of a sample in a batch: with train.dpo its target and its rejected image."""
+        return 1 if self.dpo.beta is None else 2
 
     @model_validator(mode="after")
     def _chosen(self) -> Self:

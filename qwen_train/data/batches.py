@@ -45,6 +45,8 @@ FETCHED_AHEAD = 8  # further batches whose samples are being fetched, for a remo
 class Batch:
     """Padded samples: B of them, S image tokens (then padding), L text tokens of width D, K noise draws.
 
+    With `train.dpo` a sample has two rows, one after the other: with its target, and with its rejected image.
+
     The images of a sample are in the order of its family's transformer: the target and then each control, or each
     control and then the target, once for each noise draw.
     """
@@ -74,6 +76,8 @@ class Batch:
     """The rows whose target is the teacher's velocity (`train.caches[].teacher`)."""
     target: Float[Tensor, "B S 64"] | None = None
     """The velocity to predict, where that is not `noise - clean`; set once the teacher's is known."""
+    reference: Float[Tensor, "B S 64"] | None = None
+    """The velocity that the model predicts without its LoRA, with `train.dpo`; set once it is known."""
     loss_scale: float = 1.0
     """The factor of its loss in that of its optimizer step, 1 on average (`RankBatch.loss_scale`)."""
     consumed_samples: int = 0
@@ -110,7 +114,7 @@ class Batch:
         part |= {"prompt_embeds": part["prompt_embeds"][:, :texts], "prompt_embeds_mask": mask}
         for name in ("keys", "labels", "img_shapes", "image_positions"):
             part[name] = values[name] and tuple(values[name][row] for row in chosen)
-        return replace(self, **part | {"taught": (), "target": None})
+        return replace(self, **part | {"taught": (), "target": None, "reference": None})
 
 
 class Buffers:
@@ -162,6 +166,35 @@ class NoisedSample:
     """True if its target is the teacher's velocity."""
     loss_weight: float = 1.0
     """`train.caches[].loss_weight` of its cache."""
+    is_rejected: bool = False
+    """True if the rejected image is in the place of the target."""
+
+    @property
+    def latents(self) -> str:
+        """The tensor of the image that is noised."""
+        return "rejected_latents" if self.is_rejected else "image_latents"
+
+    @property
+    def img_shapes(self) -> ImgShapes:
+        """The shapes of the images: the one that is noised, then the controls."""
+        shapes, rejected = self.sample.img_shapes, self.sample.rejected_shape
+        return (rejected, *shapes[1:]) if self.is_rejected and rejected else shapes
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"{self.sample.row.label} (rejected)" if self.is_rejected else self.sample.row.label
+
+    def rejected(self, state: Tensor) -> NoisedSample:
+        """The same with the rejected image, at the same noise level.
+
+        Its noise is sampled from the `state` of the generator from which the target's was: so it is the same tensor if
+        both have equally many tokens, and else other numbers from that state.
+        """
+        generator = torch.Generator()
+        generator.set_state(state)
+        noise = torch.randn(self.sample.shape("rejected_latents"), generator=generator)
+        return replace(self, draws=(replace(self.draws[0], noise=noise),), is_rejected=True)
 
     @property
     def weighting(self) -> float:
@@ -205,7 +238,7 @@ class Batches:
         return self.plan.rank_batches(consumed_samples, self.rank, self.world_size, per_step, one_epoch=follow)
 
     def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
-        samples = [self.sample_noise(position) for position in rank_batch.positions]
+        samples = [row for position in rank_batch.positions for row in self.rows(position)]
         config = self.config
         batch = collate(samples, config.edit_mask_weight, config.loss_reduction, buffers, family=self.family)
         return replace(batch, loss_scale=rank_batch.loss_scale, consumed_samples=rank_batch.consumed_samples)
@@ -219,16 +252,22 @@ class Batches:
 
         The first draw is the same for any number of draws.
         """
+        return self.rows(position)[0]
+
+    def rows(self, position: int) -> list[NoisedSample]:
+        """`sample_noise`, and with `train.dpo` the same for the rejected image."""
         config = self.config
         number = self.plan.sample(position)
         sample, cache = self.cache[number], self.cache.of_cache(number)
         generator = torch.Generator().manual_seed(xxhash.xxh3_64_intdigest(f"{config.seed} {position}".encode()) >> 1)
         sigma = self._sample_sigma(sample, generator)
         without_caption = float(torch.rand((), generator=generator)) < config.caption_dropout
+        state = generator.get_state()
         draws = [self._draw(sample, sigma, generator)]
         while len(draws) < config.noise_draws:
             draws.append(self._draw(sample, self._sample_sigma(sample, generator), generator))
-        return NoisedSample(sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight)
+        noised = NoisedSample(sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight)
+        return [noised] if config.dpo.beta is None else [noised, noised.rejected(state)]
 
     def _sample_sigma(self, sample: Sample, generator: torch.Generator) -> float:
         """A noise level within the bounds of the settings: sampled again while it is outside."""
@@ -321,7 +360,7 @@ def collate(
     """Pad samples of any sizes into one batch, in `buffers` if given; the large tensors are written once per draw."""
     buffers = buffers or Buffers()
     samples, count = [item.sample for item in noised], len(noised[0].draws)
-    places = [TokenPlaces.of(sample.img_shapes, count, target_last=family.target_last) for sample in samples]
+    places = [TokenPlaces.of(item.img_shapes, count, target_last=family.target_last) for item in noised]
     texts, longest = [_text_tokens(item) for item in noised], max(place.length for place in places)
     first = samples[0].row.meta.tensors
     embeds_dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first["prompt_embeds"].dtype]
@@ -332,9 +371,10 @@ def collate(
     size = len(noised), max(texts), first["prompt_embeds"].shape[1]
     prompt_embeds = _padded(texts, buffers.empty("prompt_embeds", size, embeds_dtype))
     for i, (item, sample, place) in enumerate(zip(noised, samples, places, strict=True)):
-        mask = sample["edit_mask"] if "edit_mask" in sample else torch.ones(len(item.draws[0].noise))
+        has_mask = "edit_mask" in sample and not item.is_rejected
+        mask = sample["edit_mask"] if has_mask else torch.ones(len(item.draws[0].noise))
         target = clean[i, place.draws[0]]
-        sample.copy_into("image_latents", target)
+        sample.copy_into(item.latents, target)
         if "control_latents" in sample:
             sample.copy_into("control_latents", clean[i, place.controls])
         noise[i, : place.targets.start], noise[i, place.targets.stop :], clean[i, place.length :] = 0, 0, 0
@@ -351,8 +391,8 @@ def collate(
     loss_tokens = [len(item.draws[0].noise) for item in noised] if loss_reduction == "per_token" else [1] * len(noised)
     return Batch(
         keys=tuple(sample.key for sample in samples),
-        labels=tuple(sample.row.label for sample in samples),
-        img_shapes=tuple(in_order(sample.img_shapes, family) for sample in samples),
+        labels=tuple(item.label for item in noised),
+        img_shapes=tuple(in_order(item.img_shapes, family) for item in noised),
         clean=clean,
         noise=noise,
         is_target=is_target,

@@ -23,13 +23,14 @@ from qwen_cache.batching import (
     MixturePart,
     index_target_tokens,
     index_token_counts,
+    pair_tokens,
     row_tokens,
     tensor_rows,
 )
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.format.index import INDEX_NAME, IndexRow
+from qwen_cache.format.index import INDEX_NAME, REJECTED_LATENTS, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Recipe
 from qwen_cache.format.rows import Words, hash_words, taken
 from qwen_cache.format.sample import LATENT_CHANNELS
@@ -195,6 +196,16 @@ class Mixture:
         """`[N]`: image tokens of the target."""
         return np.concatenate([index_target_tokens(cache.table, cache.folder / INDEX_NAME) for cache in self.caches])
 
+    def rejected_tokens(self) -> IntArray:
+        """`[N]`: image tokens of the rejected image; 0 where a sample has none."""
+        each = [
+            tensor_rows(cache.table[REJECTED_LATENTS], cache.folder / INDEX_NAME)
+            if REJECTED_LATENTS in cache.table.column_names
+            else np.zeros(len(cache), np.int64)
+            for cache in self.caches
+        ]
+        return np.concatenate(each)
+
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; v1 has none."""
         tables = [cache.table for cache in self.caches]
@@ -350,6 +361,9 @@ class Samples(Protocol):
     def target_tokens(self) -> IntArray:
         """`[N]`: image tokens of the target."""
 
+    def rejected_tokens(self) -> IntArray:
+        """`[N]`: image tokens of the rejected image; 0 where a sample has none."""
+
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; ConfigError without an index."""
 
@@ -405,18 +419,24 @@ class Planned:
     def of(cls, cache: Samples, config: TrainConfig, begin: Begin = BEGIN) -> Planned:
         """The plan from `begin` of a run on; ConfigError or TrainError where nothing can be trained."""
         check_teacher(config)
+        check_dpo(config)
+        check_pairs(cache, config)
         check_targets(cache)
         check_text_lengths(cache)
         training, validation = training_and_validation(cache, config)
         family = family_of_recipe(cache.recipe.recipe)
         check_noise_draws(family, config.noise_draws)
         loss_tokens = cache.target_tokens() if config.loss_reduction == "per_token" else None
+        counts, joint = cache.token_counts(), family.joint_sequence
         tokens = row_tokens(
-            cache.token_counts(),
-            joint=family.joint_sequence,
+            counts,
+            joint=joint,
             noise_draws=config.noise_draws,
             target_tokens=cache.target_tokens() if config.noise_draws > 1 else None,
         )
+        if config.dpo.beta is not None:
+            rejected = counts + np.stack([cache.rejected_tokens() - cache.target_tokens(), np.zeros_like(counts[0])])
+            tokens = pair_tokens(tokens, row_tokens(rejected, joint=joint), config)
         one_caption = config.captions == "one"
         if one_caption and not cache.has_index:
             what = "train.captions=one needs the index of a cache, which a run that encodes does not have"
@@ -480,6 +500,55 @@ def check_teacher(config: TrainConfig) -> None:
             "every cache of train.caches has teacher: true, so the LoRA would learn to change nothing",
             where=", ".join(taught),
             do="add the cache to learn from, or remove teacher from it",
+        )
+
+
+def check_dpo(config: TrainConfig) -> None:
+    """ConfigError for settings that `train.dpo` cannot be combined with."""
+    if config.dpo.beta is None:
+        return
+    excluded = {
+        "train.method=full": (config.method == "full", "the reference is the model with its LoRA switched off"),
+        "teacher: true in train.caches": (
+            any(entry.teacher for entry in config.caches),
+            "a sample learns from its rejected image or from the teacher",
+        ),
+        "train.follow=true": (config.follow, "a later commit may have samples without rejected image"),
+        f"train.noise_draws={config.noise_draws}": (config.noise_draws > 1, "a pair shares one noise level"),
+        f"train.loss_type={config.loss_type}": (config.loss_type != "mse", "it compares squared errors"),
+        f"train.loss_reduction={config.loss_reduction}": (
+            config.loss_reduction != "per_sample",
+            "a pair is one preference, whatever the sizes of its images",
+        ),
+        f"train.edit_mask_weight={config.edit_mask_weight:g}": (
+            config.edit_mask_weight != 1,
+            "the mask is that of the target alone",
+        ),
+    }
+    for setting, (given, reason) in excluded.items():
+        if given:
+            raise ConfigError(
+                f"train.dpo and {setting} exclude each other: {reason}",
+                found=f"train.dpo.beta={config.dpo.beta:g} and {setting}",
+                do="leave one of them out",
+            )
+
+
+def check_pairs(cache: Samples, config: TrainConfig) -> None:
+    """ConfigError where `train.dpo` has samples without rejected image."""
+    if config.dpo.beta is None:
+        return
+    if not cache.has_index:
+        raise ConfigError(
+            "train.dpo needs the index of a cache, which a run that encodes does not have",
+            do="build a cache: `qwen-cache build`",
+        )
+    if lacking := int((cache.rejected_tokens() == 0).sum()):
+        raise ConfigError(
+            "train.dpo learns from pairs of images, and samples have no rejected image",
+            where=cache.folder,
+            found=f"{lacking} of {plural(len(cache), 'sample')} without rejected image",
+            do="build the cache from rows with a rejected image each (data.columns.rejected), or leave train.dpo out",
         )
 
 
@@ -598,6 +667,16 @@ def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> st
     if model.needs_controls and not with_controls:
         return f"note: no sample has a control image, but {model.pipeline} is for editing"
     return None
+
+
+def unused_rejected(samples: Samples, config: TrainConfig) -> str | None:
+    """A note on rejected images that are not trained, in one line; None where there are none, or they are."""
+    if config.dpo.beta is not None or not samples.has_index:
+        return None
+    if not (with_rejected := int((samples.rejected_tokens() > 0).sum())):
+        return None
+    these = f"{with_rejected} of {plural(len(samples), 'sample')}"
+    return f"note: {these} have a rejected image, which is not trained: to learn from it, set train.dpo.beta"
 
 
 def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:

@@ -146,6 +146,9 @@ class ServedSamples:
         """`[N]`: image tokens of the target."""
         return self._target_tokens
 
+    def rejected_tokens(self) -> IntArray:
+        raise self._no_index()
+
     def edit_masks(self) -> int:
         raise self._no_index()
 

@@ -201,4 +201,5 @@ def step_seconds(
     if way.processes > 1:  # gathered for each pass
         arriving += layers * block * (way.processes - 1) / way.processes / (card.bus / 2)
     forward = max(forward, layers * launches, arriving, way.inputs / card.bus)  # the bus has two directions
-    return forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)
+    passes = 1 if train.dpo.beta is None else 2  # without gradients, and with
+    return passes * forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)

@@ -97,8 +97,11 @@ def plan(settings: Config, workload: Workload, capacity: int | None, gpus: int =
     whole = predict_memory(transformer, settings, batch, image=image)  # which the first process gathers to save it
     host = predict_host_memory(transformer, settings, batch, whole)
     report: dict[str, Any] = {
-        "largest_batch": {"samples": len(batch), "tokens": tokens_of(batch, settings.train, family)},
-        "largest_sample": tokens_of([largest], settings.train, family),
+        "largest_batch": {
+            "samples": len(batch) // settings.train.rows_per_sample,
+            "tokens": tokens_of(batch, settings.train, family),
+        },
+        "largest_sample": tokens_of([largest] * settings.train.rows_per_sample, settings.train, family),
         "memory": {**asdict(memory), "total": memory.total},
         "host_memory": host.offloaded,
         "host": {**asdict(host), "total": host.total},
@@ -195,11 +198,12 @@ def most_tokens(
 
     Memory is linear in tokens, except in the smallest batches, where the optimizer's update takes more.
     """
-    if predict_memory(transformer, settings, [largest], processes=gpus).total > capacity:
+    alone = [largest] * settings.train.rows_per_sample
+    if predict_memory(transformer, settings, alone, processes=gpus).total > capacity:
         return None
-    tokens = tokens_of([largest], settings.train, family_of_transformer(transformer))
+    tokens = tokens_of(alone, settings.train, family_of_transformer(transformer))
     count = math.ceil(LINEAR_FROM / tokens)
-    one, two = (predict_memory(transformer, settings, [largest] * n, processes=gpus).total for n in (count, 2 * count))
+    one, two = (predict_memory(transformer, settings, alone * n, processes=gpus).total for n in (count, 2 * count))
     return max(tokens, math.floor(count * tokens * (1 + (capacity - one) / (two - one))))
 
 
@@ -213,7 +217,7 @@ def savings(
     gpus: int = 1,
 ) -> list[str]:
     """Alternative settings under which the batch fits, as text; a smaller batch comes first, if that is possible."""
-    fitting = [f"train.max_tokens={most}"] if most and len(batch) > 1 else []
+    fitting = [f"train.max_tokens={most}"] if most and len(batch) > settings.train.rows_per_sample else []
     for changes in SAVINGS:
         lossy = "model.quantization" in changes
         if lossy and (settings.train.method == "full" or "quantization_config" in transformer):
@@ -293,13 +297,17 @@ class Batched(Protocol):
 
 
 def largest_batch(cache: Samples, settings: TrainConfig, batches: Batched) -> tuple[list[SampleSize], SampleSize]:
-    """The batch and the sample of `cache` with the most tokens in the first epoch."""
+    """The rows of the batch, and the row, with the most tokens in the first epoch."""
     if not len(cache):
         raise TrainError("the cache has no samples", where=cache.folder, do="run `qwen-cache build`")
 
     def sizes(positions: Sequence[int]) -> list[SampleSize]:
-        rows = [cache.row(batches.plan.sample(position)).meta for position in positions]
-        return [SampleSize(row.img_shapes, row.text_length, row.image_positions) for row in rows]
+        found = []
+        for row in (cache.row(batches.plan.sample(position)).meta for position in positions):
+            found.append(SampleSize(row.img_shapes, row.text_length, row.image_positions))
+            if settings.dpo.beta is not None and row.rejected_shape:
+                found.append(found[-1]._replace(img_shapes=(row.rejected_shape, *row.img_shapes[1:])))
+        return found
 
     def tokens(batch: Sequence[SampleSize]) -> int:
         return tokens_of(batch, settings, batches.family)

@@ -12,13 +12,14 @@ import torch
 from accelerate import Accelerator
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from qwen_cache.errors import TrainError
-from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.settings.sections import DpoConfig, TrainConfig
 from qwen_cache.terminal import console
 from qwen_cache.text import escaped
 from qwen_train.data.batches import Batch
-from qwen_train.flow import flow_loss, interpolate, pseudo_huber, scheduled_huber_c
+from qwen_train.flow import flow_loss, interpolate, pseudo_huber, sample_errors, scheduled_huber_c
 from qwen_train.lora.adapter import TRAINED, without
 from qwen_train.training.processes import any_process
 
@@ -26,12 +27,18 @@ from qwen_train.training.processes import any_process
 # The loss of a batch: the transformer's prediction, its target, and the error between them.
 #
 # `flow` has the formulas. The target is the velocity of the data, or, for taught samples, what the model predicts
-# without its LoRA.
+# without its LoRA. With `train.dpo` the loss compares the errors of two images with those that the model makes without
+# its LoRA.
 
 
 def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> Tensor:
-    """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`."""
+    """The flow-matching loss of a batch, which is on the transformer's device; the squared error without `settings`.
+
+    Of a batch with a reference (`with_reference`) it is `preference_loss`.
+    """
     velocity = predict_velocity(transformer, batch)
+    if settings and batch.reference is not None:
+        return preference_loss(velocity, batch.reference, batch, settings.dpo)
     error_of = element_error(settings, batch) if settings else torch.square
     return flow_loss(velocity, batch.clean, batch.noise, batch.weight, batch.sample_weight, batch.target, error_of)
 
@@ -71,7 +78,7 @@ def zero_loss(transformer: Any, batch: Batch) -> Tensor:
     Processes wait for one another's gradients, so the backward pass cannot be skipped.
     """
     latents, prompt_embeds = torch.zeros_like(batch.clean), torch.zeros_like(batch.prompt_embeds)
-    zeros = replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds, target=None)
+    zeros = replace(batch, clean=latents, noise=latents, prompt_embeds=prompt_embeds, target=None, reference=None)
     return 0 * compute_loss(transformer, zeros)
 
 
@@ -92,6 +99,41 @@ def with_teacher(transformer: Any, batch: Batch, settings: TrainConfig, accelera
     for row, velocity in zip(rows, taught, strict=bool(rows)):
         target[row, : len(velocity)] = velocity
     return replace(batch, target=target)
+
+
+def preference_loss(
+    velocity: Float[Tensor, "B S 64"], reference: Float[Tensor, "B S 64"], batch: Batch, dpo: DpoConfig
+) -> Float[Tensor, ""]:
+    """Diffusion-DPO in its flow-matching form, the mean over pairs: rows 2i are targets, rows 2i + 1 rejected images.
+
+        e, r = the mean squared errors of `velocity` and of `reference` against noise - clean, of each row (`flow`)
+        z    = -beta · [(e_target - r_target) - (e_rejected - r_rejected)]
+        loss = -(1 - label_smoothing) · log sigmoid(z) - label_smoothing · log sigmoid(-z) + rpo_alpha · e_target
+
+    A positive z prefers the target more than the reference does. Equation 14 of arXiv 2311.12908 (Wallace et al.), for
+    the velocity as in Flow-DPO (arXiv 2501.13918, Liu et al.), with a weight of the noise level that is constant. Their
+    factors are in `beta`: diffusers' script has -beta_dpo / 2 before the bracket, which stands for T · omega, and
+    Flow-DPO -beta / 2 before sums over all values; ours are means over tokens and channels, as diffusers'. So `beta`
+    is beta_dpo / 2. The terms with `label_smoothing` and `rpo_alpha` are TRL's. The whole is multiplied by
+    `sample_weight`.
+    """
+    errors = sample_errors(velocity, batch.noise - batch.clean, batch.weight)
+    gained = errors - sample_errors(reference, batch.noise - batch.clean, batch.weight)
+    assert dpo.beta is not None
+    z = -dpo.beta * (gained[::2] - gained[1::2])
+    preferred = -(1 - dpo.label_smoothing) * logsigmoid(z) - dpo.label_smoothing * logsigmoid(-z)
+    return (batch.sample_weight[::2] * (preferred + dpo.rpo_alpha * errors[::2])).mean()
+
+
+def with_reference(transformer: Any, batch: Batch, settings: TrainConfig) -> Batch:
+    """With `train.dpo`, the batch with what the model predicts for it without the LoRA.
+
+    One more pass, of all rows in the same layout and without gradients. It goes past DDP, which has no part in it.
+    """
+    if settings.dpo.beta is None:
+        return batch
+    with torch.no_grad(), without(transformer, TRAINED):
+        return replace(batch, reference=predict_velocity(transformer, batch).float())
 
 
 # ---- nonfinite -------------------------------------------------------------------------------------------------------

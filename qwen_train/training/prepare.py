@@ -25,7 +25,14 @@ from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, verbatim
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batches
-from qwen_train.data.samples import Samples, check_cache, check_validation_cache, open_samples, unusual_controls
+from qwen_train.data.samples import (
+    Samples,
+    check_cache,
+    check_validation_cache,
+    open_samples,
+    unused_rejected,
+    unusual_controls,
+)
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import add_assistant, read_assistant, start_from
 from qwen_train.lora.files import adapter_title, find_start, sha256_of
@@ -106,6 +113,9 @@ def print_plan(
     parts = zip(t.caches, cache.parts(batches.training), strict=False)  # encoding on the fly reads no caches
     if taught := sum(len(part.samples) for entry, part in parts if entry.teacher):
         out.print(f"[bold]teacher[/]  the model without the LoRA, for {plural(taught, 'sample')}", highlight=False)
+    if t.dpo.beta is not None:
+        of_dpo = f"DPO with beta {t.dpo.beta:g}, and as reference the model without the LoRA"
+        out.print(f"[bold]pairs[/]    a target and a rejected image in each sample: {of_dpo}", highlight=False)
     out.print(
         f"[bold]steps[/]    {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
         highlight=False,
@@ -431,6 +441,7 @@ def announce(
     notices = (
         distilled_warning(start.model) if start.assistant is None else None,
         unusual_controls(start.model, with_controls, len(samples)),
+        unused_rejected(samples, p.config.train),
         schedule_warning(p.config, p.run.optimizer),
     )
     for line in filter(None, notices):

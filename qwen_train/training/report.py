@@ -40,6 +40,8 @@ from qwen_train.run import (
     LOSS,
     LOSSES,
     METRICS_NAME,
+    PREFERENCE_ACCURACY,
+    PREFERENCE_MARGIN,
     RUN_FACTS_NAME,
     SCALES,
     STEP,
@@ -190,6 +192,10 @@ def losses(metrics: Metrics) -> Facts:
         low_step, low = min(measured, key=lambda point: point[1])
         moved = f"; {number(first)} after step {number(first_step)}, lowest {number(low)} after step {number(low_step)}"
         yield "validation loss", f"{number(last)} after step {number(step)}{moved if len(measured) > 1 else ''}"
+    accuracies, margins = series(metrics, PREFERENCE_ACCURACY), series(metrics, PREFERENCE_MARGIN)
+    for (step, accuracy), (_, margin) in list(zip(accuracies, margins, strict=True))[-1:]:
+        of_pairs = f"the target in {100 * accuracy:.0f} % of held-out pairs after step {number(step)}"
+        yield "prefers", f"{of_pairs}, by a margin of {number(margin)} in squared error"
 
 
 def outcome(folder: Path) -> Iterator[tuple[Path, int]]:

@@ -26,6 +26,7 @@ from qwen_train.data.samples import (
     Planned,
     Samples,
     check_cache,
+    check_dpo,
     check_empty_prompts,
     check_encoders,
     check_text_lengths,
@@ -125,6 +126,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
         fixed["train.stochastic_rounding"] = True
     if t.follow:
         fixed["train.follow"] = True
+    if t.dpo.beta is not None:
+        fixed |= {f"train.dpo.{name}": value for name, value in t.dpo.model_dump().items() if value}
     return fixed | {
         "optimizer.name": config.optimizer.name,
         "train.ema_decay": t.ema_decay,
@@ -279,6 +282,7 @@ def starting(
     out = Path(config.train.output_dir)
     check_encoding(config, to_encode, launch)
     check_followable(config, to_encode)
+    check_dpo(config.train)
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
         samples = open_samples(config) if to_encode is None else None

@@ -35,7 +35,18 @@ from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.data.samples import Mixture, no_empty_prompt
 from qwen_train.inference.cached import generate_cached, initial_latents
-from qwen_train.run import EDIT_MASK, LEVELS, LOSS, LOSSES, SAMPLE_LOSSES, SCALES, TRAINED, VALIDATION
+from qwen_train.run import (
+    EDIT_MASK,
+    LEVELS,
+    LOSS,
+    LOSSES,
+    PREFERENCE_ACCURACY,
+    PREFERENCE_MARGIN,
+    SAMPLE_LOSSES,
+    SCALES,
+    TRAINED,
+    VALIDATION,
+)
 
 T = TypeVar("T")
 
@@ -60,14 +71,16 @@ class Validation:
         every = self.config.validation_steps
         return every is not None and (step % every == 0 or step == max_steps)
 
-    def losses(self, loss_of: Callable[[Batch], Tensor], accelerator: Any) -> Float[Tensor, "N 4"]:
-        """The loss of each sample of all processes in each quarter of the noise levels.
+    def losses(
+        self, loss_of: Callable[[Batch], Tensor], accelerator: Any, *, rejected: bool = False
+    ) -> Float[Tensor, "N 4"]:
+        """The loss of each sample of all processes in each quarter of the noise levels, or of its `rejected` image.
 
         One sample at a time: a sample's loss then does not depend on others, and it takes less memory than training.
         """
         losses = torch.zeros(len(self.samples), LEVELS, dtype=torch.float64)
         for i, is_filler in rank_samples(range(len(self.samples)), accelerator):
-            for level, noised in enumerate(noised_samples(self.samples[i])):
+            for level, noised in enumerate(noised_samples(self.samples[i], rejected=rejected)):
                 loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
                 losses[i, level] = 0.0 if is_filler else loss
         return accelerator.reduce(losses.to(accelerator.device)) if accelerator.num_processes > 1 else losses
@@ -84,6 +97,23 @@ def mean_losses(losses: Float[Tensor, "N 4"]) -> dict[str, float]:
     """The means over the samples: overall, and per quarter of the noise levels."""
     means = losses.mean(dim=0).tolist()
     return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
+
+
+def preferences(
+    losses: Float[Tensor, "N 4"],
+    rejected: Float[Tensor, "N 4"],
+    reference: Float[Tensor, "N 4"],
+    rejected_reference: Float[Tensor, "N 4"],
+) -> dict[str, float]:
+    """The accuracy of preference, and its margin, from the losses with the LoRA and without it.
+
+    The margin of a pair is how much more the LoRA has added to the loss of the rejected image than to that of the
+    target, as a mean over the noise levels; the accuracy is the share of pairs with a positive one, where 0 counts
+    half. It is 0.5 before training.
+    """
+    margins = ((rejected - rejected_reference) - (losses - reference)).mean(dim=1)
+    accuracy = (margins > 0).double() + (margins == 0).double() / 2
+    return {PREFERENCE_ACCURACY: float(accuracy.mean()), PREFERENCE_MARGIN: float(margins.mean())}
 
 
 def make_validation(config: Config, batches: Batches) -> Validation | None:
@@ -153,13 +183,18 @@ def noise(sample: Sample, generator: torch.Generator) -> Float[Tensor, "S 64"]:
     return torch.randn(token_count(sample.img_shapes[:1]), LATENT_CHANNELS, generator=generator)
 
 
-def noised_samples(sample: Sample) -> Iterator[NoisedSample]:
-    """The sample at each of its noise levels, at an offset within their quarters that depends on its key."""
+def noised_samples(sample: Sample, *, rejected: bool = False) -> Iterator[NoisedSample]:
+    """The sample at each of its noise levels, at an offset within their quarters that depends on its key.
+
+    With `rejected` its rejected image at the same levels.
+    """
     generator = torch_generator(sample, "loss")
     offset = float(torch.rand((), generator=generator))
     for level in range(LEVELS):
+        state = generator.get_state()
         draw = NoiseDraw((level + offset) / LEVELS, noise(sample, generator))
-        yield NoisedSample(sample, (draw,), without_caption=False)
+        noised = NoisedSample(sample, (draw,), without_caption=False)
+        yield noised.rejected(state) if rejected else noised
 
 
 # ---- validation images -----------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ const LEVELS = ["0–25 % noise", "25–50 % noise", "50–75 % noise", "75–10
 const TITLES = {
   loss: "Loss", validation_loss: "Validation loss", learning_rate: "Learning rate", grad_norm: "Gradient norm, before clipping", tokens_per_second: "Tokens per second",
   samples_per_second: "Samples per second", data_wait: "Waiting for data, % of the time", cache_samples: "Samples in the cache", skipped_batches: "Skipped batches",
+  preference_accuracy: "Held-out pairs whose target is preferred, share", preference_margin: "Margin of preference, squared error",
 };
-const ORDER = ["loss", "validation_loss", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "data_wait"];
+const ORDER = ["loss", "validation_loss", "preference_accuracy", "preference_margin", "learning_rate", "grad_norm", "tokens_per_second", "samples_per_second", "data_wait"];
 // The weight of the exponential moving average, as in TensorBoard: it averages over about 1 / (1 - weight) logged steps.
 const WEIGHTS = [0, 0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.98, 0.99, 0.995, 0.997, 0.998, 0.999, 0.9995, 0.9998, 0.9999];
 const REST = 9; // times as long as an answer took: a long run is asked for less often
