@@ -95,6 +95,7 @@ def test_quantised_weights_in_parts_are_trained_as_whole_ones(train: Trainer, ki
     done = two(train, settings=settings, train__fsdp=True, train__max_steps=2, processes=processes)
     assert done.returncode == 0, done.stderr
     assert held_share(done.stderr) <= 1 / processes + 0.05
+    assert re.search(r"memory +about [\d.]+ \wB: frozen weights ", done.stderr), done.stderr
     out = train("--resume", settings=settings, train__gradient_accumulation_steps=processes)
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-5)
     assert relative_error(result(out, "lora"), result(one, "lora")) < 1e-5

@@ -447,6 +447,18 @@ def test_plan_says_what_would_fit(built: Callable[[str], Path], real_model: Path
         assert (total <= 20e9) == fits
 
 
+def test_plan_for_each_of_two_gpus(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:
+    options = ("--model", tiny_model("edit-plus"), "--set", "train.fsdp=true")
+    _, one = plan(built("edit-plus"), *options)
+    _, two = plan(built("edit-plus"), *options, "--gpus", "2")
+    assert ("gpus" in one, two["gpus"]) == (False, 2)
+    for name in ("weights", "trained", "gradients", "optimizer"):
+        assert two["memory"][name] == pytest.approx(one["memory"][name] / 2, abs=1)
+    assert two["host"] == one["host"], "the first process gathers everything that it saves"
+    said = run("qwen-train", "plan", built("edit-plus"), *options, "--gpus", "2").stdout
+    assert "on each of 2 GPUs, over which train.fsdp shards the weights" in said
+
+
 def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:
     options = (
         "--model",

@@ -42,7 +42,6 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
     page="howto/train-on-24gb.md",
     examples=[
         "qwen-train plan --fit --gpu-memory 24GB",
-        "qwen-train plan --set train.fsdp=true --gpus 2",
         "qwen-train plan --set train.offload_blocks=20 --json",
     ],
 )
