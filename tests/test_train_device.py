@@ -64,7 +64,7 @@ def test_the_layout_follows_from_the_device(train: Trainer) -> None:
 def test_a_kernel_that_the_device_lacks_is_refused_before_loading(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "load_transformer", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(prepare, "load_transformer", lambda *_, **__: pytest.fail("loaded"))
     result = train.try_(train__attention="cudnn", train__layout="packed")
     parts = "train.attention=cudnn cannot run", "compute capability 8.0 or newer", "found no CUDA GPU"
     refused(result, *parts, "set train.attention=auto")

@@ -52,7 +52,7 @@ def run(folder: Path, batch_size: int, out: Path, card: Card) -> Row:
     values = [*chosen, *(f"{name}={value}" for name, value in names.items())]
     settings = load_config(None, values, model__path=str(model.path), cache__path=str(cache))
 
-    def load(_: Any, given: Config, __: Any) -> Any:
+    def load(_: Any, given: Config, __: Any, **___: Any) -> Any:
         return models.random_weights(config, given, card)
 
     with patch("qwen_train.training.prepare.load_transformer", load):
