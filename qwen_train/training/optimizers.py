@@ -11,6 +11,7 @@ optimizer does itself (train.ema_decay); and, in `start.py`, optimizers that FSD
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -20,6 +21,7 @@ import torch
 from diffusers.optimization import get_scheduler
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
@@ -30,6 +32,8 @@ from qwen_train.training.start import import_path, not_importable
 
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}
+TORCH = "2.13"
+"""The oldest torch whose operations on lists of tensors all take weights in parts: an older one lacks `lerp`."""
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial")
 """Learning rate schedules that fall towards the last step."""
 
@@ -43,6 +47,9 @@ def make_optimizer(config: Config, parameters: Sequence[torch.nn.Parameter]) -> 
         arguments["fused"] = True
     if config.train.stochastic_rounding:
         cls = with_rounding(cls, config.train.seed)
+    is_old = TorchVersion(torch.__version__) < TORCH and not cls.__module__.startswith("torch.")
+    if is_old and isinstance(parameters[0], DTensor) and "foreach" in inspect.signature(cls).parameters:
+        arguments.setdefault("foreach", False)
     try:
         with redirect_stdout(sys.stderr):  # some print what they chose
             optimizer = cls(parameters, **arguments)
