@@ -203,7 +203,7 @@ LEVELS = 4
 LOSSES = tuple(f"{LOSS}_q{i + 1}" for i in range(LEVELS))
 """The loss in each quarter, from little noise to much, as metrics.jsonl has it."""
 PREFERENCE_ACCURACY, PREFERENCE_MARGIN = "preference_accuracy", "preference_margin"
-"""What validation measures with `train.dpo`."""
+"""Metrics of validation with `train.dpo`."""
 CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 STATE = "state.json"
 COMMITS = "commits"
