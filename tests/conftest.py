@@ -96,7 +96,7 @@ MANY = 500
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What stays until the end is not looked through at each garbage collection: a quarter of the fast tests' time."""
+    """Garbage collection skips objects that stay until the end: they took a quarter of the fast tests' time."""
     if len(session.items) > MANY:
         from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
         from transformers import Qwen2_5_VLForConditionalGeneration
@@ -176,7 +176,7 @@ def users_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pat
 
 @pytest.fixture(scope="session", autouse=True)
 def fork_server(users_cache_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """What starts programs with this environment, without their imports."""
+    """A starter of programs with this environment, without their imports."""
     with forking(for_all_workers(tmp_path_factory)) as server:
         yield server
 

@@ -552,7 +552,7 @@ def test_starting_from_another_type_or_scale_is_refused(model: Path, tmp_path: P
 
 
 def test_patterns_give_the_ranks_and_scales_that_they_say(model: Path, tmp_path: Path) -> None:
-    """Of overlapping patterns the first counts, also for diffusers, whose files sort them."""
+    """The first of overlapping patterns counts, also for diffusers, whose files sort them."""
     patterns = {"transformer_blocks.0.attn.to_q": 6, "to_q": 2, r"1\.attn\.to_[kv]": 5}
     settings = {"rank": 4, "rank_pattern": patterns, "alpha_pattern": {"to_q": 3, "to_k": 7}}
     file, expected = random_adapter(model, tmp_path / "run", **settings)

@@ -44,7 +44,7 @@ LAYER = "transformer_blocks.{}.{}"
 ATTENTION = ("attn.to_q", "attn.to_out.0")
 RANK, ALPHA, WEIGHT = 3, 2.0, 0.7
 EXACT = 1e-5
-"""Of float32: two orders of the same sums."""
+"""Tolerance in float32: two orders of the same sums."""
 
 
 def assistant_file(
@@ -89,7 +89,7 @@ def stock_with(train: Trainer, files: dict[str, Path], weights: list[float]) -> 
 
 
 def velocity(model: Any, batch: Batch) -> Tensor:
-    """Of a batch of one sample."""
+    """The velocity of a batch of one sample."""
     noisy = batch.clean + 0.3 * batch.noise
     output: Tensor = model(
         hidden_states=noisy,

@@ -101,7 +101,7 @@ def samples_of(plan: BatchPlan, batches: list[list[int]]) -> list[int]:
 
 
 def cost(tokens: IntArray, samples: list[int], layout: str) -> int:
-    """What a batch of these samples costs."""
+    """The cost of a batch of these samples."""
     images, texts = ([int(tokens[row, i]) for i in samples] for row in (0, 1))
     return sum(images) + sum(texts) if layout == "packed" else len(samples) * (max(images) + max(texts))
 
@@ -275,7 +275,7 @@ def test_a_seed_gives_the_batches_that_it_always_gave(settings: dict[str, Any], 
 
 
 def test_a_plan_that_takes_over_goes_on_with_the_next_epoch() -> None:
-    """As a run continues with another commit of its cache: the order of that epoch, and positions of its own."""
+    """A run continues with another commit of its cache: the order of that epoch, and positions of its own."""
     tokens, settings = wide_mixture(20), TrainConfig(batch_size=3, seed=7)
     whole = BatchPlan(tokens, settings)
     begin = whole.next_begin(40)
@@ -319,7 +319,7 @@ def test_processes_share_every_step_and_another_number_of_them_continues(case: C
 
 @each_case
 def test_a_step_is_a_mean_over_its_samples_or_over_their_loss_tokens(case: Case) -> None:
-    """As if all of them had been one batch, whichever rank has which samples."""
+    """The result is that of one batch, whichever rank has which samples."""
     chance = np.random.default_rng(0)
     for loss_tokens in (None, chance.integers(1, 9000, case.tokens.shape[1])):
         plan = BatchPlan(case.tokens, TrainConfig(**case.settings), loss_tokens=loss_tokens)
@@ -433,7 +433,7 @@ def test_the_mixture_is_as_wide_as_described() -> None:
 
 @pytest.mark.parametrize("fixed", ["image", "text"])
 def test_both_lengths_are_brought_together(fixed: str) -> None:
-    """Where all samples are equal in one length, sorting by the other is optimal."""
+    """If all samples are equal in one length, sorting by the other is optimal."""
     lengths = np.random.default_rng(0).permutation(4000) + 1000
     rows = [np.full(4000, 500), lengths] if fixed == "image" else [lengths, np.full(4000, 500)]
     plan = BatchPlan(np.stack(rows), TrainConfig(batch_size=8, bucketing_window=1600))

@@ -141,7 +141,7 @@ def same_sample(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 5])
 def test_every_epoch_has_every_sample_once(cache: Cache, batch_size: int) -> None:
-    """Where the last batch is smaller, too; more in `test_batch_plan`."""
+    """The last batch may be smaller; more in `test_batch_plan`."""
     stream = batches(cache, batch_size=batch_size)
     orders = [[batch.keys for batch in epoch_of(stream, epoch)] for epoch in range(6)]
     for order in orders:
@@ -214,7 +214,7 @@ def test_every_batch_says_what_it_counts_in_its_step_and_where_the_run_is_then(c
 
 @pytest.mark.parametrize("options", [(), V1], ids=["v2", "v1"])
 def test_the_index_knows_the_tokens_of_every_sample(built: Built, options: tuple[str, ...]) -> None:
-    """As the tensors have them; also of a sample without controls."""
+    """Shapes are those of the tensors, also for a sample without controls."""
     tensors = whole_tensors(built, *options)
     cache = open_cache(built("edit-plus", options))
     images = [len(tensors[s.key]["image_latents"]) + len(tensors[s.key]["control_latents"]) for s in cache]

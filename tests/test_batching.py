@@ -381,7 +381,7 @@ def test_an_item_that_does_not_fit_beside_another_lane_is_tried_again_without_it
 def test_a_batch_that_does_not_fit_beside_another_lane_keeps_its_size(
     memory: FakeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is tried alone first: the memory of the other lane's work is free again."""
+    """The batch is tried alone first: the memory of the other lane's work is free again."""
     monkeypatch.setattr(micro_batches, "new_stream", lambda device: None)
     recorder, turns = Recorder(device=GPU), Turns()
     turns.lanes = 1  # the other one

@@ -224,7 +224,7 @@ def test_noise_alone_leaves_out_a_step_as_often_as_it_says() -> None:
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    """As diffusers' pipelines unpack latents."""
+    """Unpacked as diffusers' pipelines unpack latents."""
     return packed.view(H, W, 16, 2, 2).permute(2, 0, 3, 1, 4).reshape(16, 2 * H, 2 * W).double()
 
 
@@ -378,7 +378,7 @@ def test_likeness_is_the_cosine_of_embeddings(decoded: Path, train: Trainer, tmp
 
 
 def test_likeness_decides_where_the_others_cannot_tell(decoded: Path, tmp_path: Path) -> None:
-    """Of images that have all the same latents, but not the same pixels."""
+    """Images that have all the same latents, but not the same pixels."""
     for step, unit in itertools.product(IMPROVES, range(UNITS)):
         write_latents(decoded / "validation" / f"step-{step}", unit, tokens(50))
     assert best_of(decoded).step is None

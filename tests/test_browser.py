@@ -151,7 +151,7 @@ SAMPLES = [
     )
     for i in range(250)
 ]
-"""Of two sizes, two recipes and two flags."""
+"""A cache of two sizes, two recipes and two flags."""
 PICTURED = 5
 
 
@@ -210,10 +210,10 @@ def report(built: Built, tiny_model: Built, tmp_path_factory: pytest.TempPathFac
 
 @dataclass(frozen=True)
 class Look:
-    """What the list shows at one moment: the samples in the window with their images, and what the bar says."""
+    """The content of the list at one moment: the samples in the window with their images, and what the bar says."""
 
     settled: bool
-    """Whether no card waits for its file, no filter for another one, and no text to be typed."""
+    """True if no card waits for its file, no filter for another one, and no text to be typed."""
     keys: list[str]
     titles: list[str]
     pictured: list[bool]
@@ -240,7 +240,7 @@ def look(shown: Any) -> Look:
 
 
 def settled(shown: Any, test: Callable[[Look], object] = lambda _: True) -> Look:
-    """What the list shows as soon as it waits for nothing, shows a sample and passes the test."""
+    """The content of the list as soon as it waits for nothing, shows a sample and passes the test."""
     last: list[Look] = []
 
     def passes() -> bool:

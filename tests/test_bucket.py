@@ -434,7 +434,7 @@ def test_of_two_builders_one_commits(
 def test_a_commit_after_another_is_refused_and_a_killed_one_is_finished(
     url: str, s3: object, built: Callable[[str], Path]
 ) -> None:
-    """What the other has committed stays; the copy of its index follows."""
+    """Samples that the other has committed stay; the copy of its index follows."""
     here, there, store = built("edit-plus"), Url(url), S3Store()
     manifest, index = open_cache(here).manifest, (here / "index.parquet").read_bytes()
     other = replace(manifest, written_by={"qwen-cache": "of the other"}).to_bytes()

@@ -1,4 +1,4 @@
-"""What the stores have in common: conditional writes, whole files, listings. Each against a server of its kind."""
+"""Promises that all stores share: conditional writes, whole files, listings. Each against a server of its kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a build promises: only what is new is encoded, and it says why; a stop at any moment loses nothing that is
+"""Promises of a build: only what is new is encoded, and it says why; a stop at any moment loses nothing that is
 done."""
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def test_shards_are_closed_at_their_size_and_only_those_that_change_are_written_
 
 
 def crashing_build(source: Path, out: Path, model: Path, count: int, *options: str, of_shards: bool = False) -> bool:
-    """Whether the build died."""
+    """True if the build died."""
     with pytest.MonkeyPatch.context() as patch:
         crash_after(count, patch, of_shards=of_shards)
         try:
@@ -221,7 +221,7 @@ def crashing_build(source: Path, out: Path, model: Path, count: int, *options: s
 
 
 def tear(out: Path, chance: random.Random) -> None:
-    """What a kill does besides: the last writes of the open shard never reached the disk."""
+    """A kill does more than that: the last writes of the open shard never reached the disk."""
     for path in out.rglob("open.tar"):
         with open(path, "r+b") as file:
             file.truncate(chance.randint(0, path.stat().st_size))
@@ -511,7 +511,7 @@ def test_a_damaged_shard_that_was_replaced_is_encoded_again(
 
 @pytest.mark.slow
 def test_gc_keeps_the_last_copy_of_a_shard(pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
-    """Of what was replaced and came back, two copies may lie there; one that is lost leaves the other."""
+    """Two copies may lie there of a sample that was replaced and came back; one that is lost leaves the other."""
     out = tmp_path / "shards"
     for dtype in ("float32", "bfloat16", "float32"):
         assert build(pairs, out, tiny_model("edit-plus"), "--dtype", dtype, "--replace").code == 0

@@ -75,7 +75,7 @@ def test_what_the_server_knows_is_not_encoded_again(pairs: Path, tmp_path: Path,
 
 
 def test_a_server_that_restarts_is_waited_for(tmp_path: Path, model: Path) -> None:
-    """It forgets what it accepted; the client sends it again."""
+    """The server forgets what it accepted; the client sends it again."""
     job = service_job(model, tmp_path / "pool")
     rows = [({"prompt": f"number {i}"}, [("target", png(i)), ("control", png(i + 1))]) for i in range(4)]
     with running(job) as url, Client(url) as client:

@@ -1,4 +1,4 @@
-"""What the plan of a build promises: what needs an encoder and what does not, and every reason not to begin."""
+"""Promises of the plan of a build: what needs an encoder and what does not, and every reason not to begin."""
 
 from __future__ import annotations
 

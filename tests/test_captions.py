@@ -121,7 +121,7 @@ def test_a_cache_stores_the_changed_prompts_and_says_why(
 def test_brackets_are_part_of_the_prompt_unless_they_are_said_to_mark_words(
     pairs: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the words between them would be used, `build` asks; a cache of before says why its samples change."""
+    """If the words between them would be used, `build` asks; a cache of before says why its samples change."""
     fake_lanes(monkeypatch)
     model, out, marked = tiny_model("edit-plus"), tmp_path / "shards", "data.marked_phrases"
     text = r"write [[HELLO]], \[[ and ]]"

@@ -1,4 +1,4 @@
-"""What this project wrote is read as it was written, or refused: folders with checksums.json, and safetensors files.
+"""Our files are read as they were written, or refused: folders with checksums.json, and safetensors files.
 
 The judge of a safetensors file is its content: a changed byte that changes none is no damage.
 """
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_a_fault(folder: Path) -> None:
 
 
 def content(path: Path) -> tuple[object, ...] | None:
-    """What a file says, without its checksum under any name; None if the library refuses it."""
+    """The content of a file without its checksum under any name; None if the library refuses it."""
     try:
         with safe_open(path, framework="pt") as opened:
             metadata = {name: text for name, text in opened.metadata().items() if len(text) != len(remembered.ZEROS)}

@@ -239,7 +239,7 @@ def test_the_fastest_and_the_next_best_are_printed(capsys: pytest.CaptureFixture
 
 
 def test_plan_fit_is_a_command(train: Trainer) -> None:
-    """Of full training, of which less is compared."""
+    """Settings of full training, of which less is compared."""
     plan = ("plan", train.cache, "--model", train.model, "--set", "train.method=full")
     result = run("qwen-train", *plan, "--fit", "--gpu-memory", "8GB", "--json")
     assert (result.code, result.stderr) == (0, "")
@@ -289,7 +289,7 @@ def test_a_run_chooses_and_equals_the_settings_written_out(train: Trainer, monke
 
 
 def test_a_quantisation_is_chosen_only_from_the_list_and_kept(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing else fits, by the plan."""
+    """A quantisation is chosen if nothing else fits by the plan."""
     config = train.config(train__memory="auto", train__memory_quantization=["nf4"])
     seen: list[Candidate] = []
 

@@ -1,4 +1,4 @@
-"""What `cache.commit_every` promises: a cache that can be read while it is built, and that only grows until the end.
+"""Promises of `cache.commit_every`: a cache that can be read while it is built, and that only grows until the end.
 
 The judge is the build that commits once.
 """

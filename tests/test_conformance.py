@@ -348,7 +348,7 @@ def _inputs(row: caches.Row) -> tuple[str, tuple[str, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["t2i", "edit", "edit-plus"])
 def test_build_keeps_every_promise(variant: str, tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
-    """What is not checked of a model with fewer controls says why."""
+    """Each check that a model with fewer controls skips says why."""
     model, unchecked = tiny_model(variant), dict[str, str]()
 
     def encode(rows: Sequence[caches.Row], folder: Path) -> list[Any]:
@@ -393,7 +393,7 @@ PROMISE_OF = {
 
 
 def faulty_values(compared: values.Compared, model: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """Of a fault, its name, the tensor that has it, and its values."""
+    """The name of a fault, the tensor that has it, and its values."""
     right = compared.expected[1]
     config = json.loads((model / "vae" / "config.json").read_text(encoding="utf-8"))
     mean, std = (torch.tensor(config[f"latents_{name}"]).repeat_interleave(4) for name in ("mean", "std"))

@@ -1,4 +1,4 @@
-"""What a build needs of each device, before anything is loaded: the real encoders on a card of 8 GB, and messages."""
+"""A build's need of each device, before anything is loaded: the real encoders on a card of 8 GB, and messages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .support.paths import ROOT
 CARD = 8 * 2**30
 """The memory of a card of 8 GB."""
 USABLE = 8_000_000_000
-"""What is left of it for tensors: less the 0.4 to 0.8 GB that a driver takes."""
+"""The part that is left for tensors: less the 0.4 to 0.8 GB that a driver takes."""
 EDIT = TextWork(((1024, 1024),), 80)
 """Edit, whose text encoder sees a megapixel: 1369 tokens. Of all models it needs the most memory."""
 LAYER = 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
@@ -218,7 +218,7 @@ def read_full_size(path: Path) -> dict[str, Any] | None:
 def test_a_card_that_may_be_too_small_is_tried(
     pairs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Path, fast: list[FakeLanes]
 ) -> None:
-    """What its driver takes is only estimated."""
+    """The memory that its driver takes is only estimated."""
     on_a_card(monkeypatch, RESERVED // 2)
     result = build(pairs, tmp_path / "shards", model, "--dry-run", *BOTH_ON)
     assert result.code == 0

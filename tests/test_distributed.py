@@ -55,7 +55,7 @@ STEPS = {
 
 
 def result(out: Path, method: str, stock: Any = QwenImageTransformer2DModel) -> dict[str, torch.Tensor]:
-    """What the run left, its average too."""
+    """The weights that the run left, their average too."""
     if method == "lora":
         return {f"{name} {key}": t for name in (LORA, AVERAGE) for key, t in load_file(out / name).items()}
     folders = [out / name for name in ("transformer", "transformer_ema")]

@@ -186,7 +186,7 @@ def test_large_images_are_compared_smaller_on_the_same_cells(tmp_path: Path) -> 
     ids=["its own size", "twice as large", "wider", "higher"],
 )
 def test_coverage_is_the_mean_of_each_cell(mask: tuple[int, int], crop: bool, seen: tuple[slice, slice]) -> None:
-    """Of a random mask; what its shape has more than the target's is cut off evenly."""
+    """Coverage of a random mask; the pixels that it has beyond the target's is cut off evenly."""
     pixels = 255 * np.random.default_rng(0).integers(0, 2, mask[::-1], dtype=np.uint8)
     cells = pixels[seen] / 255
     height, width = cells.shape[0] // 3, cells.shape[1] // 5

@@ -1,4 +1,4 @@
-"""What `build --dry-run` says of the work to come: held against what the build then does."""
+"""The estimate of `build --dry-run`, held against what the build then does."""
 
 from __future__ import annotations
 

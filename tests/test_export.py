@@ -193,7 +193,7 @@ OTHERS = {
     "ComfyUI": ("diffusion_model.", ".", "lora_down", "lora_up"),
     "peft inside of a program": ("base_model.model.", ".", "lora_A.default", "lora_B.default"),
 }
-"""What stands before a module, what its dots are, and what its matrices are called."""
+"""The prefix of a module, its separator, and the names of its matrices."""
 
 
 def write_as(trainer: str, file: Path, folder: Path, alpha: int) -> Path:
@@ -397,7 +397,7 @@ def random_lora_21(base: Path, folder: Path, **settings: Any) -> tuple[Path, Ten
 
 @torch.no_grad()
 def output_21(transformer: Any) -> Tensor:
-    """What a transformer computes for a prompt with one condition image, which stands at the third text row."""
+    """The output of a transformer for a prompt with one condition image, which stands at the third text row."""
     generator = torch.Generator().manual_seed(0)
     slots = torch.zeros(1, 5 + 6, dtype=torch.bool)
     slots[0, [2, *range(5, 11)]] = True
@@ -413,7 +413,7 @@ def output_21(transformer: Any) -> Tensor:
 
 
 def loaded_by_diffusers_21(file: Path, base: Path) -> Tensor:
-    """What the stock transformer computes with the adapter as the stock pipeline loads it."""
+    """The output of the stock transformer with the adapter as the stock pipeline loads it."""
     transformer = stock_21(base)
     options = {"weight_name": file.name, "return_lora_metadata": True}
     state, metadata = QwenImage21Pipeline.lora_state_dict(str(file.parent), **options)
@@ -422,7 +422,7 @@ def loaded_by_diffusers_21(file: Path, base: Path) -> Tensor:
 
 
 def loaded_by_comfyui_21(file: Path, base: Path, *, fused: bool) -> Tensor:
-    """What the model computes with the LoRA added as ComfyUI's loader does, by the facts that `names.py` cites.
+    """The output of the model with the LoRA added as ComfyUI's loader does, by the facts that `names.py` cites.
 
     It looks up every name that it knows, and leaves out tensors with other names; here those are an error.
     """
@@ -531,7 +531,7 @@ def test_names_of_musubi_tuner_get_the_dots_of_their_modules(model: Path, base_2
 
 
 def predicted_21(file: Path, base: Path) -> Tensor:
-    """What the transformer computes with the adapter as `predict` reads it."""
+    """The output of the transformer with the adapter as `predict` reads it."""
     check_loras(folder_21(base), [WeightedLora(file)], False, "none")
     transformer = stock_21(base)
     attach(read_lora(file), transformer, "default")

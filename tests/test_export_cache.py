@@ -40,7 +40,7 @@ def exported(cache: Path, tool: str, out: Path, *options: str) -> Path:
 
 @pytest.fixture
 def made() -> list[TrainerSample]:
-    """Of one size, and each with a control of that size: what every tool holds."""
+    """Samples of one size, each with a control of that size: every tool can hold them."""
     names = ("a_cat", "b dog", "c")
     return [make(name, f"{name} is blue", [(4, 6), (4, 6)], 5 + i, seed=i) for i, name in enumerate(names)]
 
@@ -233,7 +233,7 @@ def test_names_are_safe_and_unique(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool", ["musubi", "diffsynth", "diffusion-pipe", "qflux"])
 def test_no_two_samples_share_a_file(tool: str, tmp_path: Path) -> None:
-    """Of names that are equal, equal without case, or those of another sample's files, as the tools name them."""
+    """Samples whose names are equal, equal without case, or those of another sample's files, as the tools name them."""
     sizes = [(2, 2)] * (2 if tool == "diffusion-pipe" else 3)
 
     def cache(folder: str, *names: str) -> Path:

@@ -35,7 +35,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_family_is_complete(family: Family) -> None:
-    """What CONTRIBUTING.md asks of a new family."""
+    """The demands of CONTRIBUTING.md on a new family."""
     vae = getattr(diffusers, family.vae)
     assert LATENT_SPACES[vae].mode == family.image_mode
     channels = inspect.signature(vae.__init__).parameters["z_dim"].default

@@ -1,4 +1,4 @@
-"""What is promised in float32 is computed in float32 on a GPU too, whatever torch's defaults and the environment say.
+"""A promise of float32 holds on a GPU too, whatever torch's defaults and the environment say.
 
 The switches are asked as kernels ask them, by backend and operation. No GPU is needed: they are there without one.
 """
@@ -28,7 +28,7 @@ ENVIRONMENTS = {
 
 
 def precisions() -> list[str]:
-    """Of float32 convolutions and matrix products on CUDA, and of matrix products by oneDNN."""
+    """The precision of float32 convolutions and matrix products on CUDA, and of matrix products by oneDNN."""
     backends: Any = torch.backends
     return [each.fp32_precision for each in (backends.cudnn.conv, backends.cuda.matmul, backends.mkldnn.matmul)]
 

@@ -240,7 +240,7 @@ def test_weightings_are_those_of_diffusers(scheme: Weighting) -> None:
 
 
 def test_cosmap_leaves_the_mean_loss_as_it_is_where_sigma_is_uniform() -> None:
-    """As its docstring says, with its least and its most."""
+    """The formula of its docstring, with its least and its most."""
     places, parts = np.polynomial.legendre.leggauss(100)
     assert sum(parts * [weighting("cosmap", (1 + place) / 2) for place in places]) / 2 == pytest.approx(1, rel=1e-9)
     weights = np.array([weighting("cosmap", sigma) for sigma in np.linspace(0, 1, 101).tolist()])
@@ -289,7 +289,7 @@ def padded_batch(*sizes: tuple[int, int], channels: int = 8, length: int | None 
 
 @pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
 def test_a_fixed_shift_is_the_stock_schedulers_for_every_length(shift: float) -> None:
-    """As a setting, and as the model's own: that of Qwen-Image-2.1-Turbo is 1."""
+    """The shift of a setting, and the model's own: that of Qwen-Image-2.1-Turbo is 1."""
     stock = FlowMatchEulerDiscreteScheduler(shift=shift)
     stock.set_timesteps(sigmas=np.linspace(1.0, 1 / 50, 50).tolist())
     for schedule in (NoiseSchedule(shift_terminal=None, shift=shift), NoiseSchedule.of_config(dict(stock.config))):

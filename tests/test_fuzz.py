@@ -173,7 +173,7 @@ def test_verify_finds_every_damage_to_a_shard(damage: Damage, cache: Path) -> No
 
 
 def reads_as(written: dict[str, Any], cache: Path) -> bool:
-    """Whether a reader gives what was written, or refuses."""
+    """True if a reader gives what was written, or refuses."""
     try:
         return everything(cache) == written
     except FormatError:

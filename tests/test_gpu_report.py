@@ -66,7 +66,7 @@ NOT_THERE = {
     },
     **{("attention", kernel): "found no CUDA GPU" for kernel in ("cuDNN", "FlashAttention-3")},
 }
-"""What cannot run on the simulated accelerator, and part of the reason that is reported."""
+"""Cases that cannot run on the simulated accelerator, and part of the reason that is reported."""
 
 
 def gpu_report(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -207,7 +207,7 @@ PROGRAMS = {
     "crashes": "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)",
     "hangs": "import time; time.sleep(1000)",
 }
-"""What the process of a part does after its first case."""
+"""The end of a part's process after its first case."""
 
 
 def made_of(

@@ -212,7 +212,7 @@ def test_rows_of_sdpa_are_those_of_the_eager_model(encoder: Encoder, case: Batch
 
 
 def test_without_a_final_norm_the_last_hidden_state_is_that_of_the_last_layer(encoder: Encoder) -> None:
-    """As in a build for a transformer that takes embeddings from before the norm."""
+    """The hidden states of a build for a transformer that takes embeddings from before the norm."""
     case = batch(encoder, [[WIDE, TALL]], [PROMPT])
     model, eager = deepcopy(encoder.model), deepcopy(encoder.eager)
     model.language_model.norm, eager.language_model.norm = nn.Identity(), nn.Identity()

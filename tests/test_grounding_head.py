@@ -37,7 +37,7 @@ METADATA = HeadMetadata(encoder="Qwen2.5-VL with weights 0123")
 
 
 def attention(objects: torch.Tensor, named: int, random: torch.Generator) -> torch.Tensor:
-    """What a phrase attends to in a scene of `objects`, `[K, h, w]`; no channel sees all of its object."""
+    """The attention of a phrase in a scene of `objects`, `[K, h, w]`; no channel sees all of its object."""
     rows, columns = GRID
     stack = -torch.rand(CHANNELS, rows, columns, generator=random).clamp(min=1e-6).log()
     other = (named + 1 + int(torch.randint(len(objects) - 1, (), generator=random))) % len(objects)

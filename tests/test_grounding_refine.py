@@ -162,7 +162,7 @@ def test_loads_what_was_saved(make: Any, tmp_path: Path) -> None:
 
 
 def test_loads_sam2_as_it_is_published(tmp_path: Path) -> None:
-    """As the image half of a model for videos."""
+    """The image half of a model for videos."""
     tiny_sam2().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "sam2_video"}))

@@ -37,7 +37,7 @@ TRAINED, HELD_OUT = 160, 40  # scenes, of 2.5 objects in the mean
 SETTINGS = TrainSettings(steps=400, batch_size=16, lr=6e-3, base=8, size=24)
 
 Scene = list[Sample]
-"""Of each object, what its phrase attends to and its mask."""
+"""The attention of each object's phrase, and its mask."""
 
 
 def draw_scene(choose: random.Random) -> tuple[Image.Image, dict[str, torch.Tensor]]:
@@ -67,7 +67,7 @@ def free_place(choose: random.Random, taken: list[tuple[int, int, int]]) -> tupl
 
 
 def make_encoder(seed: int) -> FrozenQwen:
-    """As the tiny model's, of other proportions: twice the heads, each more selective, and one layer of vision.
+    """The heads of the tiny model in other proportions: twice the heads, each more selective, and one layer of vision.
 
     More random layers of vision would carry every patch into every other, and no head could tell where a colour is.
     """
@@ -107,7 +107,7 @@ def flat(scenes: list[Scene]) -> list[Sample]:
 
 @dataclass(frozen=True)
 class TrainedHead:
-    """What an encoder saw of its scenes."""
+    """The attention of an encoder to its scenes."""
 
     seed: int
     trained: list[Scene]

@@ -111,7 +111,7 @@ def link_to_a_device(path: Path) -> None:
 def test_a_shard_that_is_no_file_is_refused(
     make: Callable[[Path], None], cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is opened before it is judged, so that nothing can be exchanged in between; and opening it never waits."""
+    """Files are opened before they are judged, so that none is exchanged in between; and opening never waits."""
     shard = cache / examples.first_shard(cache)
     shard.unlink()
     make(shard)
@@ -226,7 +226,7 @@ def test_a_row_of_another_recipe_is_refused_by_readers(cache: Path) -> None:
 
 
 def test_a_negative_prefix_is_refused_by_readers(cache: Path) -> None:
-    """It would silently cut rows off the empty prompt."""
+    """Such a length would silently cut rows off the empty prompt."""
     examples.forge(cache, rows=lambda rows: rows[0].update(prefix_length=-1))
     with pytest.raises(FormatError):
         open_cache(cache)[0]["empty_prompt_embeds"]
@@ -581,7 +581,7 @@ def test_a_key_twice_in_a_configuration_counts_where_it_is_read(
 
 
 def test_every_way_to_the_values_goes_through_the_check(tiny_model: Callable[[str], Path], tmp_path: Path) -> None:
-    """Of the scheduler whatever class it names; of the images when their processor is made."""
+    """The scheduler is refused whatever class it names; the image processor when their processor is made."""
     from qwen_cache.models.encoders import load_processor
     from qwen_cache.models.folder import open_model
 

@@ -77,14 +77,14 @@ class Here:
 
 
 def command(*arguments: str | Path) -> str:
-    """What a command that fails says."""
+    """The message of a command that fails."""
     result = run("qwen-cache", *arguments)
     refused(result)
     return result.stderr
 
 
 def read(action: Callable[[remote.Url], object], url: str) -> str:
-    """What an error of the storage says."""
+    """The message of an error of the storage."""
     with pytest.raises(QwenCacheError) as refusal:
         action(remote.Url(url, "cache.json"))
     return str(refusal.value)
@@ -189,7 +189,7 @@ def test_files_that_are_read_whole_have_a_largest_size(served: Server, monkeypat
 
 
 def test_a_shard_whose_size_is_a_lie_costs_one_request(served: Server) -> None:
-    """Of a manifest that says more than the server has: no disk space, no list of a million requests."""
+    """A manifest that says more than the server has costs nothing: no disk space, no list of a million requests."""
     path = sorted(served.folder.glob("*.tar"))[0]
     with pytest.raises(QwenCacheError, match=r"\.tar: reading the bytes 1099511627775 to 1099511627776 "):
         remote.Url(served.url, path.name).download(1 << 40)
@@ -434,7 +434,7 @@ def test_a_row_may_take_long_to_send_while_the_server_reads(what: str, monkeypat
 
 
 def test_a_redirect_is_not_followed() -> None:
-    """It would take the row and the token elsewhere."""
+    """A redirect would take the row and the token elsewhere."""
     with serving(Encoders()) as other:
         away = as_json({}, 307, Location=f"{other.url}{SAMPLES}")
         with (

@@ -68,7 +68,7 @@ def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
 
 
 def read(repository: Path, tmp_path: Path, *questions: tuple[str, dict[str, Any]]) -> tuple[list[Any], Hub]:
-    """What `read_source` answers, and the hub with the requests that came."""
+    """The answer of `read_source`, and the hub with the requests that came."""
     with serving(Hub(NAME, repository)) as hub:
         process = subprocess.run(
             [sys.executable, "-c", READ, json.dumps(questions)],

@@ -264,7 +264,7 @@ TIFFS = {
 
 @pytest.mark.parametrize("kind", TIFFS)
 def test_what_a_tiff_says_of_its_samples_is_honoured(kind: str) -> None:
-    """Of images and masks: the same pixels as those of the file with 8 bits."""
+    """Images and masks have the same pixels as those of the file with 8 bits."""
     photometric, bits, sample_format, pixels = TIFFS[kind]
     data = tiff(photometric, bits, sample_format, pixels.tobytes())
     assert (np.asarray(open_mask(data, "m")) == RAMP).all()
@@ -722,7 +722,7 @@ class ShownError(Exception):
 
 
 def shown_by_the_pipeline(image: Image.Image) -> Image.Image:
-    """What the stock pipeline shows to its text encoder of a resized image."""
+    """The view of a resized image that the stock pipeline gives its text encoder."""
 
     class Pipeline:
         _execution_device = None

@@ -79,7 +79,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> C
 
 
 def stock(pipeline: Any, sample: Sample, it: Case, **arguments: Any) -> Any:
-    """What the pipeline ends with, of the images, at the target's size."""
+    """The latents with which the pipeline ends, at the target's size."""
     one_image = len(it.controls) == 1
     image_argument = {"image": it.controls[0] if one_image else list(it.controls)} if it.controls else {}
     given = {"prompt": it.prompt} if "prompt_embeds" not in arguments else {}

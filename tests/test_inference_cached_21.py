@@ -65,7 +65,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> C
 
 
 def stock(pipeline: Any, sample: Sample, it: Case, **arguments: Any) -> Any:
-    """What the pipeline ends with, of the images, at the target's size."""
+    """The latents with which the pipeline ends, at the target's size."""
     _, h, w = sample.img_shapes[0]
     return pipeline(
         **({"image": list(it.controls)} if it.controls else {}),

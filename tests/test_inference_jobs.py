@@ -355,7 +355,7 @@ def test_a_model_that_takes_images_or_none_takes_all_kinds_of_rows(pairs: Path, 
 
 
 def test_an_editing_model_takes_the_rows_without_controls_that_build_takes(pairs: Path) -> None:
-    """Where a cell of a table is empty, or the setting allows it; not with --prompt, nor what may be a mistake."""
+    """Allowed if a cell of a table is empty, or by the setting; not with --prompt, nor what may be a mistake."""
     targets, control = pairs / "target_images", pairs / "control_images" / "flower.png"
     allowed = DataConfig(allow_no_control=True)
     table = pairs / "rows.csv"

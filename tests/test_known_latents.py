@@ -69,7 +69,7 @@ def test_new_prompts_need_no_vae(pairs: Path, tmp_path: Path, model: Path, encod
 def test_latents_elsewhere_are_read_by_their_ranges(
     s3: tuple[str, int], pairs: Path, tmp_path: Path, model: Path, encoded: list[int]
 ) -> None:
-    """Of a bucket that is built, and of a cache on another server."""
+    """Latents of a bucket that is built, and of a cache on another server."""
     bucket = f"s3://{BUCKET}/latents"
     assert build(pairs, tmp_path / "shards", model).code == build(pairs, bucket, model).code == 0
     known = {
@@ -115,7 +115,7 @@ def test_a_new_control_is_the_only_image_that_is_encoded(
 
 
 def served(job: BuildJob, *rows: Row) -> Counter[str]:
-    """What a server counted that encoded these rows, one after another."""
+    """The counts of a server that encoded these rows, one after another."""
     with Engine(job, load_lanes, job.config.serve) as engine:
         for each in rows:
             (status,) = engine.submit(engine.plan(each), 1)

@@ -1,4 +1,4 @@
-"""What the lanes promise about order, with encoders that stop and fail when told to: nothing waits that need not.
+"""Promises of the lanes about order, with encoders that stop and fail when told to: nothing waits that need not.
 
 A lane that continues while the other lane or the writer is held loses no time to them; then the slower lane decides
 how long a build takes. `tools/bench_build.py lanes` measures that.

@@ -238,7 +238,7 @@ def test_masks_beside_known_folders_are_edit_masks() -> None:
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_paths_of_images_in_a_table_are_used_or_refused(kind: str) -> None:
-    """As in CSV, with the setting that uses them."""
+    """The same as in CSV, with the setting that uses them."""
     fill("after")
     fill("before")
     fill("depth")

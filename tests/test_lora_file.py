@@ -1,4 +1,4 @@
-"""What comes out of training: a LoRA file that the stock pipelines load, and that then does what was trained.
+"""The result of training: a LoRA file that the stock pipelines load, and that then does what was trained.
 
 The judge is the stock loader and the stock transformer, on a single sample, against the transformer that was trained,
 as it stood in memory when training ended.
@@ -127,7 +127,7 @@ def test_stock_pipeline_with_the_file_equals_what_was_trained(fit: Callable[...,
 
 @pytest.mark.parametrize("lora_alpha", [slow(2), 6.0, slow(16)])
 def test_an_alpha_that_is_not_the_rank_reaches_the_stock_loader(fit: Callable[..., Trained], lora_alpha: float) -> None:
-    """It stands in the metadata of the file; without that the stock loader takes the rank for it."""
+    """The alpha stands in the metadata of the file; without that the stock loader takes the rank for it."""
     trained = fit(lora_alpha=lora_alpha, target_modules=[*ATTENTION, "add_q_proj", "img_mlp.net.2"])
     expected = output(trained.transformer, trained.sample)
     found = output(stock_with(trained.file, "edit-plus", trained.model), trained.sample)

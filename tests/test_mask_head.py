@@ -32,7 +32,7 @@ TinyModel = Callable[[str], Path]
 
 
 def share_of(target: str) -> float:
-    """Where a target stands among all: below the share that is held out, or not."""
+    """The place of a target among all: below the share that is held out, or not."""
     return xxhash.xxh3_64_intdigest(target.encode()) / 2**64
 
 

@@ -122,7 +122,7 @@ BUILDS = {
 
 @pytest.mark.parametrize(("text", "support"), BUILDS.values(), ids=BUILDS)
 def test_a_build_of_torch_says_what_it_supports(text: str, support: bool, tmp_path: Path) -> None:
-    """What it does not say is not known, and torch is asked."""
+    """Anything else is not known, and torch is asked."""
     path = tmp_path / "version.py"
     path.write_text(text, encoding="utf-8")
     assert hardware.has_support(path) == support

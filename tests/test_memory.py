@@ -215,7 +215,7 @@ class Random(dict[str, torch.Tensor]):
 
 
 def generation_here(config: dict[str, Any], settings: list[str]) -> int:
-    """What the allocator gives while an image is generated with guidance."""
+    """The allocations while an image is generated with guidance."""
     loaded, family = load_config(None, settings), family_of_transformer(config)
     model, sample = bench.make_model(config, loaded, "cpu"), Random(LARGE, config[family.text_width_key])
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
@@ -313,7 +313,7 @@ def test_weights_of_the_real_configuration(kind: str, each: float) -> None:
 
 
 def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
-    """It has 7.1 billion of them."""
+    """The model has 7.1 billion of them."""
     with torch.device("meta"):
         model = QwenImage21MultiResTransformer2DModel.from_config(REAL_21)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -551,7 +551,7 @@ def test_wrong_input_is_one_sentence(built: Callable[[str], Path], tmp_path: Pat
 def test_plan_names_an_encoder_that_it_cannot_read(
     built: Callable[[str], Path], tiny_model: Callable[[str], Path], tmp_path: Path, config: str, message: str
 ) -> None:
-    """It is needed for `build` and `predict`; without the encoders only training is planned."""
+    """The encoder is needed for `build` and `predict`; without the encoders only training is planned."""
     model = shutil.copytree(tiny_model("edit-plus"), tmp_path / "model")
     (model / "vae" / "config.json").write_text(config, encoding="utf-8")
     refused(run("qwen-train", "plan", built("edit-plus"), "--model", model), message)

@@ -92,7 +92,7 @@ def test_of_one_key_the_first_cache_wins_and_the_target_before_all(
 def test_a_measured_sample_is_preferred_to_one_that_is_not(
     whole: Path, pairs: Path, tmp_path: Path, tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that an older version has encoded; among measured samples the first cache wins."""
+    """The other one is a sample that an older version has encoded; among measured samples the first cache wins."""
     older, newer, out = (tmp_path / name for name in ("older", "newer", "out"))
     monkeypatch.setattr("qwen_cache.encode.lanes.measure", lambda *_, **__: None)
     assert build(pairs, older, tiny_model("edit-plus"), *SHARDS).code == 0

@@ -135,7 +135,7 @@ def test_the_progress_line_says_the_same_in_80_columns(train: Trainer, monkeypat
 
 
 def test_a_resumed_run_has_each_step_once_in_tensorboard(tmp_path: Path, train: Trainer) -> None:
-    """Of a run that was killed after step 4, and resumed after step 2."""
+    """Metrics of a run that was killed after step 4, and resumed after step 2."""
     for begin, end, factor in ((0, 4, 1), (2, 6, 10)):
         accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
         log = MetricsLog(tmp_path, accelerator, train.config(logging__report_to="tensorboard"), begin)

@@ -122,7 +122,7 @@ def test_repeats_are_different_positions_so_they_have_noise_of_their_own() -> No
 
 
 def test_it_is_its_caches_one_after_the_other(built: Built, tmp_path: Path) -> None:
-    """Of two resolutions, one compressed and one in format v1."""
+    """Two caches of two resolutions, one compressed and one in format v1."""
     first, second = built("edit-plus", ("--format", "v1")), tmp_path / "small"
     assert run("qwen-cache", "merge", built("edit-plus", SMALLER), "--out", second, "--compression", "zstd").code == 0
     both, caches = mixture((first, 1), (second, 1)), [open_cache(first), open_cache(second)]
@@ -139,7 +139,7 @@ def test_it_is_its_caches_one_after_the_other(built: Built, tmp_path: Path) -> N
 
 
 def test_batches_of_both_are_those_of_each(built: Built) -> None:
-    """What a sample is when it is trained, does not depend on the cache that it comes with; tokens are its own."""
+    """A trained sample does not depend on the cache that it comes with; tokens are its own."""
     first, second = built("edit-plus"), built("edit-plus", SMALLER)
     stream = batches(mixture((first, 2), (second, 0.5)), batch_size=3, caption_dropout=0.5)
     stored = {sample.key: sample for path in (first, second) for sample in open_cache(path)}

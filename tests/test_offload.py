@@ -79,7 +79,7 @@ def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path],
 
 @pytest.mark.parametrize("kind", ["int8_convrot", "nf4", slow("int8"), slow("fp8"), slow("fp8_w8a8")])
 def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
-    """Of a block that is recomputed, and of one that is not."""
+    """A block that is recomputed, and one that is not."""
     settings = {"model__quantization": kind, "train__gradient_checkpointing": 2}
     judge = plain(**settings)
     assert column(train(**settings, train__offload_blocks=2), "loss") == column(judge, "loss")
@@ -202,7 +202,7 @@ def test_what_waits_is_frozen_and_in_blocks_spread_evenly() -> None:
 
 
 def test_activations_come_back_from_as_much_host_memory_as_is_predicted() -> None:
-    """It is kept, and serves smaller batches; those of the last block stay on the device."""
+    """Host memory is kept, and serves smaller batches; those of the last block stay on the device."""
     settings = ["train.offload_activations=true", "train.mixed_precision='no'", "train.layout=padded"]
     model, plain = transformer(5, 0, *settings), transformer(5, 0)
     for height in (4, 2, 4):

@@ -1,4 +1,4 @@
-"""What users install: an sdist with everything, a typed wheel, and a core that reads and checks caches without torch.
+"""The packages: an sdist with everything, a typed wheel, and a core that reads and checks caches without torch.
 
 The core is tried twice, by the same steps (CORE): here with every package hidden that the core does not ask for, and,
 slowly, in an empty environment into which the wheel was installed. That one asks a package index.
@@ -135,7 +135,7 @@ print(json.dumps({
 
 
 def in_the_core(python: Path, code: str, folder: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """What CORE prints, run by `python` in `folder`, where the example caches are."""
+    """The output of CORE, run by `python` in `folder`, where the example caches are."""
     for name in ("cache.v1", "cache.v2"):
         shutil.copytree(EXAMPLES / name, folder / name)
     asked = json.dumps([*HELP, *WORKS, *NEEDS_BUILD, *NEEDS_TRAIN])

@@ -333,7 +333,7 @@ def test_a_page_replaces_a_page(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    """As on a full disk: the size of files is limited."""
+    """A full disk, imitated: the size of files is limited."""
     page = tmp_path / "page.html"
     page.write_text("an older page")
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 
 def test_every_setting_that_changes_the_bytes_is_in_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is measured is made from the key alone, so equal keys have equal values."""
+    """The model that is measured is made from the key alone, so equal keys have equal values."""
     forget(monkeypatch, tmp_path)
     asked: list[str] = []
     real = pieces.measure_block

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What was pinned, which keeps its address."""
+    """The pinned tensors, which keep their addresses."""
     kept: list[Tensor] = []
 
     def pin(tensor: Tensor) -> Tensor:

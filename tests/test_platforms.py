@@ -1,4 +1,4 @@
-"""What macOS and Windows lack or refuse, hidden or refused on Linux, since nothing else can be tried here.
+"""Functions that macOS and Windows lack or refuse, hidden or refused on Linux, since nothing else can be tried here.
 
 One process without `fcntl` and its like, without the signals and calls that only some systems have, imports the core
 and runs its commands; the rest asks `storage.files` for what it promises when a system refuses.

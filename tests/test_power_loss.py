@@ -1,4 +1,4 @@
-"""What a power loss may leave is the old or the new state, and the tests would notice a missing sync.
+"""A power loss leaves the old or the new state, and the tests would notice a missing sync.
 
 The model of a disk, with its source, is in `tests/faults/record.py`. `python -m tests.faults power` prints the numbers.
 """

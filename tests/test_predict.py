@@ -143,7 +143,7 @@ def test_a_trained_lora_changes_the_image_as_it_does_in_the_stock_pipeline(
 def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
     image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
-    """As qwen.yaml says for training, so that what fits there fits here."""
+    """Settings of qwen.yaml for training hold here, so that what fits there fits here."""
     options = ("--prompt", "x", "--image", image_files[0])
     plain = predict(tiny_model("edit-plus"), tmp_path / "plain.png", *options).astype(int)
     eight = ("--set", "model.quantization=int8")

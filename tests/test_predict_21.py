@@ -128,7 +128,7 @@ def test_a_lora_changes_the_image_as_in_the_stock_pipeline(
 def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
     predict: Predict, image_files: list[Path], tmp_path: Path, tiny_model: TinyModel
 ) -> None:
-    """What training leaves unquantised, such as the modulation that all blocks share, is left here too."""
+    """Layers that training leaves unquantised, such as the modulation that all blocks share, is left here too."""
     options = ("--prompt", "x", "--image", image_files[0], "--out", tmp_path / "out.png")
     assert predict(*options).code == 0
     plain = pixels(tmp_path / "out.png").astype(int)
@@ -171,7 +171,7 @@ def made(model: Path, **settings: Any) -> Generator:
 
 
 def test_what_is_not_given_is_the_pipelines_own_default(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each family: what reaches the pipeline, beside its own defaults."""
+    """The arguments that reach the pipeline of each family, beside its own defaults."""
     calls: list[dict[str, Any]] = []
 
     class Pipeline:
@@ -375,7 +375,7 @@ def test_a_folder_is_edited_with_one_prompt(predict: Predict, tmp_path: Path, ti
 
 
 def test_an_image_that_cannot_be_encoded_is_reported_and_the_others_generated(predict: Predict, tmp_path: Path) -> None:
-    """It can be read, so that only its size for the text encoder refuses it."""
+    """The image can be read, so that only its size for the text encoder refuses it."""
     (tmp_path / "photos").mkdir()
     for name, size in {"sliver": (4000, 20), "cat": (64, 64)}.items():
         image("chelsea.png", size).save(tmp_path / "photos" / f"{name}.png")

@@ -223,7 +223,7 @@ def test_prompts_may_be_beside_the_images_or_in_a_table(predict: Predict, photos
 def test_control_without_with_and_target_are_side_by_side(
     predict: Predict, lora: Path, tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of edits and text to image, which is as the stock pipeline has it."""
+    """Batches of edits and of text to image, which is as the stock pipeline has it."""
     table, out, grids = write_mixed(tmp_path / "data"), tmp_path / "generated", []
     source, model, names = (
         table.parent,

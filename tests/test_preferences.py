@@ -54,7 +54,7 @@ Preferring = Callable[..., Trainer]
 BETA, SMOOTHING, ALPHA = 5.0, 0.1, 0.5
 DPO = {"train__dpo__beta": BETA, "train__dpo__label_smoothing": SMOOTHING, "train__dpo__rpo_alpha": ALPHA}
 EXACT = 1e-5
-"""Of float32: two orders of the same sums."""
+"""Tolerance in float32: two orders of the same sums."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def squared_error(stock: Any, item: NoisedSample, noise: Tensor, velocity: Any, 
 
 
 class Described(SimpleNamespace):
-    """What the judge needs of a sample."""
+    """The tensors of a sample that the judge needs."""
 
     def __init__(self, tensors: dict[str, Tensor], **values: Any) -> None:
         super().__init__(tensors=tensors, **values)

@@ -170,7 +170,7 @@ def test_the_card_of_a_model_under_the_research_licence_says_so(tmp_path: Path) 
 
 
 def test_the_card_warns_of_sizes_that_the_pipeline_does_not_have(tmp_path: Path) -> None:
-    """Those of the run or of its caches; and links to a section that exists."""
+    """Sizes of the run or of its caches; and links to a section that exists."""
     of_21 = {"model": "Qwen/Qwen-Image-2.1", "pipeline": "QwenImage21Pipeline"}
     write = {
         "area": ({"data.vae_image_size": [512**2, 1024**2]}, "at about 512² pixels: give `height` and `width`"),

@@ -1,4 +1,4 @@
-"""What `build --ray` promises: the samples of one machine, whichever worker wrote which shard, or died.
+"""Promises of `build --ray`: the samples of one machine, whichever worker wrote which shard, or died.
 
 The judge is the cache that one machine builds: equal identity, keys and hashes of all tensors.
 """
@@ -270,7 +270,7 @@ def test_when_every_worker_dies_it_says_so(cluster: Any, log: Log, table: Path, 
 def test_a_chunk_that_fails_three_times_names_its_samples(
     fate: str, found: str, cluster: Any, log: Log, table: Path, tmp_path: Path, model: Path
 ) -> None:
-    """Whether the process ends or raises an error; all samples of a chunk are named, and what is done is kept."""
+    """The process ends or raises an error: in both cases all samples of a chunk are named, and what is done is kept."""
     for node in cluster.nodes:
         log.doom(node, fate)
     result = build_on(cluster, table, tmp_path / "shards", model)

@@ -462,7 +462,7 @@ def test_a_system_that_maps_no_more_shards_says_what_to_do(monkeypatch: pytest.M
 
 
 def can_tell(tmp_path: Path) -> bool:
-    """Whether this system says that a mapped file became shorter."""
+    """True if this system says that a mapped file became shorter."""
     path = tmp_path / "short"
     path.write_bytes(bytes(8192))
     data = mapped.map_file(path)
@@ -471,7 +471,7 @@ def can_tell(tmp_path: Path) -> bool:
 
 
 def test_a_shard_cut_short_under_a_reader_is_named(tmp_path: Path) -> None:
-    """Where the system can tell; otherwise such a read ends the process with SIGBUS, and a traceback."""
+    """An error where the system can tell; otherwise such a read ends the process with SIGBUS, and a traceback."""
     if not can_tell(tmp_path):
         pytest.skip("Linux 5.14 and later can tell")
     examples.write_cache(tmp_path / "cache", 2, [examples.make("large", "a cat", (16, 16))], 1)

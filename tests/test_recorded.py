@@ -1,4 +1,4 @@
-"""What a cache or a run records is not asked for again, and nothing that it says is trusted."""
+"""A cache's or a run's record is not asked for again, and nothing that it says is trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `qwen-train` can refuse without torch, it refuses before torch is loaded: in less than a second of CPU time.
+"""`qwen-train` refuses what it can before torch is loaded: in less than a second of CPU time.
 
 `tools/bench_refusals.py` measures each; here they run one after the other in one process, which must not load torch.
 """

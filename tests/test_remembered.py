@@ -69,7 +69,7 @@ def replace_keeping_size_and_time(file: Path) -> None:
 
 
 def keep_size_inode_and_time(file: Path) -> None:
-    """As an archive does that is unpacked over the file."""
+    """An archive that is unpacked over the file does the same."""
     file.write_bytes(b"other")
     os.utime(file, ns=(LONG_AGO, LONG_AGO))
 

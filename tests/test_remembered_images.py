@@ -122,7 +122,7 @@ def test_a_cache_is_compared_with_a_source_that_is_only_looked_at(
 
 
 def test_a_changed_image_is_read_again_and_no_other(planner: Planner, pairs: Path) -> None:
-    """Of the same size; a byte after its end changes no pixel."""
+    """A file of the same size; a byte after its end changes no pixel."""
     target = pairs / "target_images" / "cat.png"
     data, times = target.read_bytes(), (10**18, 10**18)
     target.write_bytes(data + b"1")
@@ -272,7 +272,7 @@ def test_processes_that_plan_at_the_same_time_leave_a_whole_store(tmp_path: Path
 
 
 def test_all_stores_together_are_bounded(tmp_path: Path, stores: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not used for longest goes first; what a killed process left counts."""
+    """Images that were not used for longest go first; those that a killed process left count."""
     monkeypatch.setattr(remembered_files, "LIMIT", 300)
 
     def use(name: str) -> None:
@@ -297,7 +297,7 @@ def test_all_stores_together_are_bounded(tmp_path: Path, stores: Path, monkeypat
 def test_bytes_that_change_without_a_trace_are_refused(
     planner: Planner, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a failing disk changes them: where the file is read, its bytes count, and --rehash is named."""
+    """Bytes that a failing disk changes: where the file is read, its bytes count, and --rehash is named."""
     target = pairs / "target_images" / "cat.png"
     monkeypatch.setattr(remembered_files, "file_state", lambda path: [1, 2, 3, 4])
     planner()

@@ -523,7 +523,7 @@ def test_a_copy_is_never_outside_its_folder(served: Server, local: Path, tmp_pat
 
 
 def test_a_sample_beyond_its_shard_is_refused(served: Server) -> None:
-    """Where the manifest says a shard is smaller than the index says, nothing is requested."""
+    """If the manifest says a shard is smaller than the index says, nothing is requested."""
     path = served.folder / "cache.json"
     value = json.loads(path.read_text())
     for shard in value["shards"]:

@@ -1,4 +1,4 @@
-"""What a repair promises: the damaged samples are encoded again, and nothing else; the cache is what it was."""
+"""Promises of a repair: the damaged samples are encoded again, and nothing else; the cache is what it was."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def numbers(chart: ElementTree.Element) -> list[list[tuple[float, float]]]:
 
 
 def labels(chart: ElementTree.Element) -> list[float]:
-    """Of the largest and the smallest value, the first and the last step."""
+    """The labels of the largest and the smallest value, the first and the last step."""
     return [value(text.text) for axis in ("values", "steps") for text in chart.findall(f".//div[@class='{axis}']/span")]
 
 
@@ -311,7 +311,7 @@ def test_lines_that_no_run_writes_are_left_out_and_counted(line: bytes, tmp_path
 
 
 def test_names_of_metrics_may_be_of_any_letters(tmp_path: Path) -> None:
-    """Those that end a line in Python, and halves of surrogate pairs, which are escaped, among them."""
+    """Characters that end a line in Python, and halves of surrogate pairs, which are escaped, among them."""
     line = '{"step": 1, "a\u2028b\x85c": 2.0, "\\ud800": 3.0}'
     (tmp_path / METRICS_NAME).write_text(line, encoding="utf-8")
     page = Page(write_report(tmp_path))
@@ -349,7 +349,7 @@ STATE = '{"step": 4, "samples": 8}'
 def test_what_a_run_wrote_of_itself_may_be_damaged(
     about: str | None, state: str | None, left_out: str, tmp_path: Path
 ) -> None:
-    """What follows from it is there only where all of it is."""
+    """A figure that follows from others is there only if all of them are."""
     (tmp_path / METRICS_NAME).write_bytes(b"\n".join(GOOD))
     (tmp_path / "checkpoint-4").mkdir()
     for path, text in ((tmp_path / "about.json", about), (tmp_path / "checkpoint-4" / "state.json", state)):
@@ -509,7 +509,7 @@ def test_transparent_images_are_over_white(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_decoded_images_are_in_it(train: Trainer) -> None:
-    """Of the steps, small, beside targets and controls."""
+    """Images of the steps, small, beside targets and controls."""
     out = train(settings=IMAGES)
     assert Page(out / "report.html").references == []
     assert run("qwen-train", "decode", out).code == 0

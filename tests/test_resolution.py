@@ -159,7 +159,7 @@ def test_a_fixed_resolution_refuses_another_shape_until_told_what_to_do(
 
 
 def test_crop_cuts_target_control_and_mask_the_same_way_and_nothing_else(tmp_path: Path, model: Path) -> None:
-    """As by hand; the text encoder still sees the whole control, as in the pipelines."""
+    """Images are resized as by hand; the text encoder still sees the whole control, as in the pipelines."""
     china, flower = photograph("china.jpg").resize((160, 96)), photograph("flower.jpg").resize((160, 96))
     mask = Image.new("L", (160, 96))
     ImageDraw.Draw(mask).ellipse((20, 20, 90, 80), fill=255)

@@ -157,7 +157,7 @@ def test_an_optimizers_state_is_restored_as_it_was() -> None:
 
 
 def test_a_process_restores_its_part_of_weights_and_moments() -> None:
-    """Those that a checkpoint has are whole."""
+    """The files that a checkpoint has are whole."""
     weight = torch.nn.Parameter(torch.arange(12.0).view(4, 3))
     whole = torch.optim.AdamW([weight], lr=0.1)
     weight.square().sum().backward()
@@ -548,7 +548,7 @@ def test_without_locks_a_run_goes_ahead_and_says_so(train: Trainer, monkeypatch:
 
 
 def test_a_checkpoint_of_another_run_is_not_replaced(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where files cannot be locked, there may be one."""
+    """There may be one where files cannot be locked."""
     (other := train.folder / "out" / "checkpoint-1").mkdir(parents=True)
     monkeypatch.setattr(start, "checkpoints", lambda _: [])
     result = train.try_(train__max_steps=1)

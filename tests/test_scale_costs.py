@@ -40,7 +40,7 @@ def test_its_sizes_are_those_of_model_and_program() -> None:
 
 
 def test_the_flops_of_a_step_are_those_that_torch_counts() -> None:
-    """Of the stock transformer with frozen weights: the difference that a block makes, on 2300 tokens without data."""
+    """FLOPs that a block of the stock transformer adds, with frozen weights, on 2300 tokens without data."""
     kind = costs.Kind("small", 1024, 256, 0)
     forward, whole = zip(*(flops(layers, kind.text) for layers in (1, 2)), strict=True)
     assert forward[1] - forward[0] == pytest.approx(1e12 * per_layer(kind, 1, 1), rel=0.01)
@@ -53,7 +53,7 @@ def per_layer(kind: Any, linear: int, attention: int) -> float:
 
 
 def flops(layers: int, text: int) -> tuple[int, int]:
-    """Of the forward pass, and of forward and backward to the inputs."""
+    """FLOPs of the forward pass, and of forward and backward to the inputs."""
     with torch.device("meta"):
         model = QwenImageTransformer2DModel.from_config({**REAL, "num_layers": layers}).requires_grad_(False)
         images = torch.empty(1, 2048, 64, requires_grad=True)

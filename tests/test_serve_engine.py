@@ -239,7 +239,7 @@ def test_what_waits_while_commits_fail_is_bounded(job_at: Jobs, monkeypatch: pyt
 
 
 def test_a_full_disk_is_no_sample_s_fault(job_at: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was accepted waits for room; meanwhile nothing new is accepted, and a client learns why."""
+    """An accepted row waits for room; meanwhile nothing new is accepted, and a client learns why."""
     job, room = job_at("pool", "serve.commit_seconds=0.05"), Event()
     write = ShardWriter._write
 

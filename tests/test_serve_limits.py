@@ -79,7 +79,7 @@ def test_a_slow_body_of_json_is_a_timeout(url: str) -> None:
 
 
 def test_an_answer_that_is_not_read_ends(url: str, job: BuildJob) -> None:
-    """It is larger than the buffers of the system; a request is counted when it has ended."""
+    """The answer is larger than the buffers of the system; a request is counted when it has ended."""
     path = Path(str(job.folder)) / FILE
     try:
         with open(path, "wb") as file:

@@ -53,7 +53,7 @@ def batch(rank: int, width: int = 7) -> Tensor:
 
 
 def trained(rank: int, mixed_precision: str) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Tensor]]:
-    """What rank 0 alone keeps: the weights after two steps, the optimizer's tensors; and the last gradients, whole."""
+    """Rank 0's state: the weights after two steps, the optimizer's tensors; and the last gradients, whole."""
     accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), mixed_precision=mixed_precision)
     accelerator.prepare_model = lambda model, **_: model
     dtype = torch.bfloat16 if mixed_precision == "bf16" else torch.float32  # as autocast would have it
@@ -115,7 +115,7 @@ class Quantised(nn.Module):
 
 
 def of_each(rank: int, kind: Kind) -> tuple[tuple[int, int], dict[str, Tensor], Tensor, list[Tensor]]:
-    """What a process holds, the weights that it gathers, its output, and the gradients, whole."""
+    """The bytes that a process holds, the weights that it gathers, its output, and the gradients, whole."""
     accelerator: Any = SimpleNamespace(num_processes=2, device=torch.device("cpu"), mixed_precision="bf16")
     accelerator.prepare_model = lambda model, **_: model
     model = wrap(accelerator, Quantised(kind, later=True), TrainConfig(fsdp=True))

@@ -286,7 +286,7 @@ for sample in cache:
 
 @pytest.fixture
 def pushed(cache: Path, hub: UploadHub, tmp_path: Path) -> Iterator[Hub]:
-    """What was pushed, on a hub that is read."""
+    """The pushed files, on a hub that is read."""
     assert push(cache).code == 0
     folder = tmp_path / "repository"
     folder.mkdir()

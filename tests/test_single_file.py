@@ -51,7 +51,7 @@ from .support.single_files import INT8, LAYOUTS, gguf_header, gguf_string, weigh
 
 Q = "transformer_blocks.0.attn.to_q.weight"
 ROUNDING = 1e-4
-"""Of a loss after a few steps in float32 on equal weights in other memory, relative: a thousand roundings."""
+"""Tolerance of a loss after a few steps in float32 on equal weights in other memory, relative: a thousand roundings."""
 
 
 @pytest.fixture(scope="module")

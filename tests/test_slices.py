@@ -1,4 +1,4 @@
-"""What `--slice` promises: independent machines make the cache that one would, and none drops another's samples.
+"""Promises of `--slice`: independent machines make the cache that one would, and none drops another's samples.
 
 Slices share a cache, or have one each, for `merge`. The judge is the build of the whole source.
 """
@@ -91,7 +91,7 @@ def test_slices_share_a_cache(
 
 
 def test_a_slice_changes_its_own_samples_alone(pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]) -> None:
-    """Of a source where each slice has a change, and a sample is removed."""
+    """The slices of a source where each slice has a change, and a sample is removed."""
     out = tmp_path / "shards"
     assert build(pairs, out, model).code == 0
     before = {name: key for name, key, _ in rows_of(out)}
@@ -127,7 +127,7 @@ def test_another_recipe_does_not_drop_the_other_slices(
 def test_rows_of_one_content_in_two_slices_are_one_sample(
     pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
-    """It has the name of the first, as in the build of all; a slice counts its own rows alone."""
+    """The sample has the name of the first row, as in the build of all; a slice counts its own rows alone."""
     for folder in ("target_images", "control_images"):
         for path in (pairs / folder).glob("cat*"):
             shutil.copy(path, path.with_name(path.name.replace("cat", "zebra", 1)))
@@ -212,7 +212,7 @@ def test_each_problem_belongs_to_one_slice(pairs: Path, tmp_path: Path, model: P
 
 
 def test_a_slice_without_rows_is_done(pairs: Path, tmp_path: Path, model: Path) -> None:
-    """Of sixteen jobs for four rows, twelve have nothing to do, and do not fail."""
+    """Twelve of sixteen jobs for four rows have nothing to do, and do not fail."""
     result = build(pairs, tmp_path / "shards", model, "--slice", "1/16")
     assert result.code == 0
     assert "nothing to do: slice 1/16 of this source has no rows" in result.stderr

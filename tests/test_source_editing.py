@@ -58,7 +58,7 @@ def kept(source: Path) -> Path:
 
 
 def old_files(source: Path) -> list[tuple[str, bytes]]:
-    """What was kept, in order, without the times."""
+    """The kept files, in order, without the times."""
     files = sorted(path for path in kept(source).rglob("*") if path.is_file())
     return [("/".join(path.relative_to(kept(source)).parts[1:]), path.read_bytes()) for path in files]
 

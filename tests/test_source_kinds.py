@@ -256,7 +256,7 @@ def test_a_build_of_every_kind_is_the_build_of_the_folder(
 def test_rows_of_every_kind_can_be_sent_to_another_process(
     write: Callable[..., str], samples: list[Sample], tmp_path: Path
 ) -> None:
-    """As a cluster needs; a file is opened there once, for all of its images."""
+    """A cluster needs this; a file is opened there once, for all of its images."""
     (tmp_path / tmp_path.name).mkdir()
     source = write(samples, tmp_path / tmp_path.name)
     rows, _ = read_source(location(source), needs_control=True, allow_empty_prompt=False)
@@ -281,7 +281,7 @@ def png(colour: int = 0, size: int = 8) -> bytes:
 
 
 def make_images(source: Path | Url, *, allow_empty_prompt: bool = False) -> tuple[list[Row], list[Problem]]:
-    """As a text-to-image model takes it."""
+    """A row as a text-to-image model takes it."""
     return read_source(source, needs_control=False, allow_empty_prompt=allow_empty_prompt)
 
 
@@ -664,7 +664,7 @@ def test_parquet_is_read_by_many_threads_in_any_order_and_few_rows_are_kept(
 @pytest.mark.fast_cases(1)
 @pytest.mark.parametrize("plain", [False, True])
 def test_a_row_group_is_streamed_and_never_held(tmp_path: Path, plain: bool) -> None:
-    """As far as its pages allow: a page is decoded as a whole."""
+    """Rows are read as far as pages allow: a page is decoded as a whole."""
     count, size = 160, 1 << 19
     contents = [os.urandom(size) for _ in range(count)]
     table = pa.table({"image": pa.array(contents) if plain else cells(*contents), "text": ["x"] * count})

@@ -45,7 +45,7 @@ def edit(path: Path) -> tuple[list[Row], list[Problem]]:
 
 
 def paths(*images: Any) -> list[Path]:
-    """Where images lie that are files of their own."""
+    """The folder of images that are files of their own."""
     assert all(isinstance(image, File) for image in images)
     return [image.path for image in images]
 
@@ -1226,7 +1226,7 @@ def test_a_table_that_cannot_be_read_is_refused(tmp_path: Path, case: str) -> No
 
 @pytest.mark.parametrize(("name", "frame"), [("a.jsonl", "{}\n{}\n{}"), ("a.json", "[{},\n {}, {} ]\n")])
 def test_a_key_that_is_there_twice_is_a_problem_of_its_row(tmp_path: Path, name: str, frame: str) -> None:
-    """As two columns of one name are: neither value is dropped, and the other rows are used."""
+    """Treated like two columns of one name: neither value is dropped, and the other rows are used."""
     good = '{"image": "t/1.png", "control": "c/1.png", "prompt": "red"}'
     twice = '{"image": "t/10.png", "control": "c/1.png", "control": "c/2.png", "prompt": "blue"}'
     inside = '{"image": "t/10.png", "control": "c/1.png", "prompt": "blue", "task": {"é": 1, "é": 2}}'

@@ -177,7 +177,7 @@ def test_a_source_that_has_changed_does_not_confirm_the_cache(built: Built, pair
 def test_a_name_that_two_samples_have_is_found_in_either(
     built: Built, pairs: Path, tmp_path: Path, tiny_model: Any
 ) -> None:
-    """As in a merged cache; a row that can no longer be used is none of them."""
+    """A merged cache has such rows; a row that can no longer be used is none of them."""
     change_target(pairs)
     assert build(pairs, tmp_path / "other", tiny_model("edit-plus")).code == 0
     merged = run("qwen-cache", "merge", built("edit-plus"), tmp_path / "other", "--out", tmp_path / "merged")

@@ -1,4 +1,4 @@
-"""What a run does about signals and about losses that are not finite.
+"""Signals, and losses that are not finite.
 
 The judges: the run that got no signal, and the run that never saw the skipped batch, bit for bit.
 """
@@ -84,7 +84,7 @@ def test_sigusr1_saves_after_the_step_and_training_continues(train: Trainer, mon
 def test_sigusr2_generates_after_the_step_and_training_is_the_same(
     train: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of samples that are trained, since none are held out."""
+    """Images of samples that are trained, since none are held out."""
     expected = outcome(train.once(settings=EVERYTHING_RANDOM))
     send(monkeypatch, signal.SIGUSR2, in_batch=2, times=2)
     out = train(settings=EVERYTHING_RANDOM, validation__num_images=2, validation__num_inference_steps=2)
@@ -171,7 +171,7 @@ def test_a_gradient_that_is_no_number_stops_the_run(train: Trainer, monkeypatch:
 
 @pytest.mark.slow
 def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What comes between them starts the count again."""
+    """A finite loss between them starts the count again."""
     changes = {**FAST, "train__max_steps": 5, "train__on_nan": "skip", "train__checkpointing_steps": 1}
     break_loss(monkeypatch, lambda number: number not in (0, MAX_CONSECUTIVE), nan)
     result = train.try_(**changes)

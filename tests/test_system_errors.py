@@ -32,7 +32,7 @@ def failing(error: BaseException) -> Any:
 
 
 def system_error(number: int) -> OSError:
-    """As reads and writes of an open file raise it: without a name."""
+    """The error that reads and writes of an open file raise: without a name."""
     return OSError(number, os.strerror(number))
 
 
@@ -123,7 +123,7 @@ def test_a_bug_keeps_its_traceback(number: int | None, monkeypatch: pytest.Monke
 
 
 class WindowsError(OSError):
-    """As Windows raises it; the numbers are of winerror.h."""
+    """The error that Windows raises; the numbers are of winerror.h."""
 
     def __init__(self, winerror: int, number: int, text: str) -> None:
         super().__init__(number, text, "C:\\cache\\x.tar")

@@ -39,7 +39,7 @@ TinyModel = Callable[[str], Path]
 SMALLER = ("--set", "data.vae_image_size=9216")
 LOSS_WEIGHT = 0.5
 EXACT = 1e-5
-"""Of float32: two orders of the same sums."""
+"""Tolerance in float32: two orders of the same sums."""
 
 
 def with_teacher(p: Any, batch: Batch) -> Batch:

@@ -34,7 +34,7 @@ examples: Any = load_tool("make_examples")
 
 HOSTILE = "e\x1b]0;pwned\x07\x1b[2J\u202e\x9b31m\u2028\nerror: faked [red]x :bomb:"
 SHOWN = r"e\x1b]0;pwned\x07\x1b[2J\u202e\x9b31m\u2028\nerror: faked [red]x :bomb:"
-"""What a terminal shows of HOSTILE; each backslash is one."""
+"""HOSTILE as a terminal shows it; each backslash is one."""
 BIDIRECTIONAL = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
 MARKS = "\u200e\u200f\u061c"
 
@@ -146,7 +146,7 @@ def test_commands_that_remove_or_copy_files(cache: Path, tmp_path: Path) -> None
 def test_arguments_that_a_shell_took_from_outside(
     program: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of `qwen-cache verify *`."""
+    """Arguments as those of `qwen-cache verify *`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
     result = run(program, *arguments)

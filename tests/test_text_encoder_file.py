@@ -200,7 +200,7 @@ def test_a_cache_belongs_to_the_content_of_the_file(
 def test_memory_is_planned_for_8_bits(
     tmp_path: Path, pairs: Path, bare: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of weights that are quantised on loading, also where some wait in host memory."""
+    """The memory of weights that are quantised on loading, also if some wait in host memory."""
 
     def planned(layout: str, *options: str) -> dict[str, Any]:
         write(tmp_path / layout, model, layout)
@@ -388,7 +388,7 @@ def test_of_the_hub_only_the_configuration_is_downloaded(
 def test_weights_may_wait_in_host_memory(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, offload: bool
 ) -> None:
-    """As with `cache.text_quantization`: table and vision tower always, the layers with `cache.text_offload`."""
+    """Parts as with `cache.text_quantization`: table and vision tower always, the layers with `cache.text_offload`."""
     write(tmp_path / "a.safetensors", model, "convrot")
     opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(tmp_path / "a.safetensors"))
     whole = TextEncoder(opened, CPU, torch.float32)
@@ -458,7 +458,7 @@ def test_a_phrase_is_grounded_by_its_attention(tmp_path: Path, bare: Path, model
 
 
 def test_captions_need_another_model(tmp_path: Path, bare: Path, model: Path) -> None:
-    """Of the file no `lm_head` is read."""
+    """No `lm_head` is read from the file."""
     write(tmp_path / "a.safetensors", model, "bf16")
     Image.new("RGB", (64, 64)).save(tmp_path / "photo.png")
     options = ("--model", bare, "--set", f"model.text_encoder={tmp_path / 'a.safetensors'}")

@@ -270,7 +270,7 @@ def test_the_vae_returns_the_block_averages_through_normalised_latents(folder: P
     averages = F.interpolate(F.avg_pool2d(pixels[:, :, 0], 16), scale_factor=16)
 
     def errors(latents: Tensor) -> Tensor:
-        """Of each colour."""
+        """The error of each colour."""
         return (vae.decode(latents).sample[:, :, 0] - averages).square().mean(dim=(0, 2, 3)).sqrt()
 
     assert errors(latents).max() < 0.15

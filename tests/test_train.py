@@ -394,7 +394,7 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
 def test_resuming_on_the_same_samples_stored_in_another_way_is_exact(
     train: Trainer, uninterrupted: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What counts is the content of the cache, not its format or location."""
+    """The content of the cache counts, not its format or location."""
     with monkeypatch.context() as patched:
         send(patched, signal.SIGTERM, in_batch=3)
         assert train.try_(settings=EVERYTHING_RANDOM).code == 130

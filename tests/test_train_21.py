@@ -75,7 +75,7 @@ def train(train_21: Trainer) -> Trainer:
 
 @pytest.fixture
 def prepared(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What `prepare` made for each run."""
+    """The result of `prepare` for each run."""
     runs: list[Any] = []
     prepare = training.prepare
     monkeypatch.setattr(training, "prepare", lambda *a: runs.append(prepare(*a)) or runs[-1])

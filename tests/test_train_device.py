@@ -1,4 +1,4 @@
-"""What a run takes from its device: layout, kernel of attention, and advice when memory runs out."""
+"""Choices that depend on a run's device: layout, kernel of attention, and advice when memory runs out."""
 
 from __future__ import annotations
 

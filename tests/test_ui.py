@@ -163,7 +163,7 @@ def test_pages_are_the_same_for_everybody(stranger: TestClient, project: Path) -
 
 
 def test_a_key_opens_one_file(stranger: TestClient) -> None:
-    """What a browser asks for by itself, without the token."""
+    """Requests that a browser makes by itself, without the token."""
     images = [f"/api/data/image?source=none&row={row}" for row in (0, 1)]
     images += ["/api/train/image?folder=none&path=x", "/api/train/lora?folder=none&step=1"]
     images += ["/api/generate/preview?path=none", "/api/generate/results/x/y"]
@@ -265,7 +265,7 @@ def test_paths_outside_the_folder_are_refused(tmp_path: Path, path: str) -> None
 
 @pytest.mark.parametrize("link", [".qwen-ui", ".qwen-ui/uploads", ".qwen-ui/thumbnails/ab"])
 def test_a_state_that_leads_elsewhere_is_not_used(tmp_path: Path, link: str) -> None:
-    """It may have come with the folder: uploads would be written there, and old thumbnails removed."""
+    """A link may have come with the folder: uploads would be written there, and old thumbnails removed."""
     folder, other = tmp_path / "project", tmp_path / "other"
     other.mkdir()
     (folder / link).parent.mkdir(parents=True)
@@ -504,7 +504,7 @@ def write_run(project: Path) -> None:
 
 @pytest.mark.slow  # a browser
 def test_other_pages_in_the_browser_reach_nothing(project: Path, own: TestClient) -> None:
-    """Those of another port and another name of this machine, and one that came with a run and was opened.
+    """Requests of another port and another name of this machine, and one that came with a run and was opened.
 
     What the browser sent to the other port is then sent to every route of the UI, as if by its own page.
     """

@@ -263,7 +263,7 @@ def test_caches_that_are_outside_or_none_are_not_looked_at(own: TestClient, name
 
 
 def test_a_written_page_is_served_in_a_sandbox(own: TestClient, project: Path) -> None:
-    """It has no token: its address has a key, which opens the page and the files beside it, and nothing else."""
+    """The page has no token: its address has a key, which opens the page and the files beside it, and nothing else."""
     folder = project / ".qwen-ui" / "inspect"
     (folder / "x_files").mkdir(parents=True, exist_ok=True)
     (folder / "y_files").mkdir(exist_ok=True)

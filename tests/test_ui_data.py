@@ -828,7 +828,7 @@ def test_a_check_measures_what_may_hurt_a_lora(tmp_path: Path, monkeypatch: pyte
 
 
 def scanned(page: Page) -> dict[str, list[list[str]]]:
-    """What a scan finds: the groups of names by finding."""
+    """The findings of a scan: the groups of names by finding."""
     page.listed()
     page.post("/scan")
     wait_until(lambda: page.get()["scan"]["state"] != "running")

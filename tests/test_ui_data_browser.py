@@ -298,7 +298,7 @@ def test_many_prompts_images_and_captions(
 
 
 def test_two_windows(browser: Any, project: Path, address: str) -> None:
-    """What another window wrote is shown beside one's own text, and neither is lost."""
+    """The text of another window is shown beside one's own text, and neither is lost."""
     first, second = opened(browser, address), opened(browser, address)
     for page in (first, second):
         page.locator("#rows").focus()

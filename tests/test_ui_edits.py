@@ -69,7 +69,7 @@ def window(request: pytest.FixtureRequest, project: Path) -> Iterator[Window]:
 
 
 def files(project: Path) -> dict[str, bytes]:
-    """What is in the source."""
+    """The content of the source."""
     found = sorted(path for path in (project / "data").rglob("*") if path.is_file())
     return {str(path.relative_to(project / "data")): path.read_bytes() for path in found}
 

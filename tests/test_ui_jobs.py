@@ -379,7 +379,7 @@ def test_the_processes_of_torchrun_get_the_signals_themselves(queue: Queue, fold
 
 
 def test_a_number_that_another_process_has_now_gets_no_signal(queue: Queue, folder: Path) -> None:
-    """As after a long time, or where the machine was started again: here this process has the number."""
+    """A long time later, or after the machine was started again: here this process has the number."""
     id = add(queue, "wait", "end", on="cpu")
     wait_for_pid(queue, id)
     job = queue.get(id)
@@ -562,7 +562,7 @@ def test_an_ended_job_that_was_changed_is_nobodys_own(folder: Path, starts: dict
 def test_a_planted_file_does_not_end_the_queue(
     folder: Path, starts: dict[str, Sequence[str]], name: str, content: dict[str, Any]
 ) -> None:
-    """Of times and codes that are none, the jobs of others could not be put in order any more."""
+    """Times and codes that are none would make it impossible to order the jobs of others."""
     ids = [add(Queue(folder, starts), "fail") for _ in range(2)]
     jobs = folder / ".qwen-ui/jobs"
     for id in ids:
@@ -578,7 +578,7 @@ def test_a_planted_file_does_not_end_the_queue(
 
 @pytest.mark.parametrize("name", [OUTPUT, "result.json", "job.json", ENDED, PROGRESS])
 def test_no_link_in_the_folder_of_a_job_is_followed(folder: Path, starts: dict[str, Sequence[str]], name: str) -> None:
-    """It may have come with the opened folder, and shown a file from elsewhere as the job's."""
+    """A link may have come with the opened folder, and shown a file from elsewhere as the job's."""
     queue = Queue(folder, starts)
     id = add(queue, "fail")
     file, other = folder / ".qwen-ui/jobs" / id / name, folder.parent / "other"

@@ -1,4 +1,4 @@
-"""What the Train page reads from the folders of runs: metrics, settings, images; judged by plain computations."""
+"""The Train page's view of the folders of runs: metrics, settings, images; judged by plain computations."""
 
 from __future__ import annotations
 

@@ -322,7 +322,7 @@ def test_the_plan_names_settings_that_fit_as_changes(page: TestClient, monkeypat
 
 @pytest.mark.parametrize("family", [QWEN_IMAGE, QWEN_IMAGE_21], ids=lambda family: family.name)
 def test_presets_are_settings_that_a_run_takes(page: TestClient, family: Family) -> None:
-    """Those for a GPU's memory fit it, for one sample of 1024² with one control."""
+    """The presets for a GPU's memory fit it, for one sample of 1024² with one control."""
     shown = page.get("/api/train/presets", params={"model": family.pipelines[0].models[0]}).json()
     expected = [each for each in PRESETS if each.family in (None, family)]
     assert [each["name"] for each in shown] == [each.name for each in expected]

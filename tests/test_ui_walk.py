@@ -54,7 +54,7 @@ SHOWN = {
     "generate": ".flip img",
     "queue": "#ended .job",
 }
-"""What each page shows after the whole way."""
+"""The content of each page after the whole way."""
 TABS = 600
 """More than any page has stops for the Tab key."""
 HAS_FOCUS = """([css, text]) => {
@@ -102,7 +102,7 @@ class Keyboard:
                     break
 
     def wait(self, css: str, text: str = "") -> Any:
-        """What matches, as soon as it is there; the page must show no error meanwhile."""
+        """The matching element, as soon as it is there; the page must show no error meanwhile."""
         found = self.page.locator(css, has_text=text).first if text else self.page.locator(css).first
 
         def is_there() -> bool:

@@ -228,7 +228,7 @@ def test_cached_targets_and_controls_are_stored_beside_the_images(train: Trainer
 
 
 def test_processes_share_the_samples_and_measure_as_many(train: Trainer) -> None:
-    """Of an odd number one is measured twice and counted once."""
+    """With an odd number, one is measured twice and counted once."""
     batches = train.batches(settings=MEASURED)
     measured = validation.make_validation(train.config(settings=MEASURED), batches)
     assert measured is not None
@@ -252,7 +252,7 @@ def test_processes_share_the_samples_and_measure_as_many(train: Trainer) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_two_processes_measure_and_generate_the_same_as_one(train: Trainer, fsdp: bool) -> None:
-    """Of an odd number of samples, too."""
+    """The same for an odd number of samples."""
     settings = {**MEASURED, "validation.num_samples": 1, "validation.num_images": 1, "validation.images_every_steps": 2}
     settings |= {
         "validation.cache": str(train.cache),

@@ -1,4 +1,4 @@
-"""What a validation cache promises: prompts with controls or without, encoded as the same rows of the cache, by the
+"""Promises of a validation cache: prompts with controls or without, encoded as the same rows of the cache, by the
 same encoders; it is planned, continued, inspected and refused like any cache, and never trained."""
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def import_map() -> dict[str, dict[str, str]]:
 
 
 def test_every_file_from_the_network_has_an_exact_version_and_a_hash() -> None:
-    """Those of the import map are all that the page fetches from elsewhere."""
+    """The page fetches only the files of the import map from elsewhere."""
     libraries, hashes = import_map()["imports"], import_map()["integrity"]
     assert set(libraries.values()) <= hashes.keys()
     for address, hash_ in hashes.items():

@@ -104,7 +104,7 @@ def test_what_is_new_is_encoded_once_it_rests(watched: Watched) -> None:
 
 
 def test_a_row_with_another_name_is_listed_under_it(watched: Watched) -> None:
-    """It needs no encoder; a dry run says that there is work, as `build` then says."""
+    """The change needs no encoder; a dry run says that there is work, as `build` then says."""
 
     def rename() -> None:
         for path in [*watched.source.rglob("cup*")]:

@@ -1,4 +1,4 @@
-"""What is loaded and trained: every weight, or an adapter on a frozen base, quantised or not.
+"""The weights that are loaded and trained: every weight, or an adapter on a frozen base, quantised or not.
 
 The judges: the stock transformer that `from_pretrained` makes of what was saved; the same base quantised by diffusers;
 the run without checkpointing or compiling. `torch.compile` runs with backend "aot_eager", which makes no C++.
@@ -47,7 +47,7 @@ FULL = {**SMALL, "train.method": "full", "optimizer.learning_rate": 0.01}
 
 @pytest.fixture
 def prepared(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """What `prepare` made for each run."""
+    """The result of `prepare` for each run."""
     runs: list[Any] = []
     prepare = training.prepare
     monkeypatch.setattr(training, "prepare", lambda *a: runs.append(prepare(*a)) or runs[-1])

@@ -54,7 +54,7 @@ ENOUGH = 2.0
 
 
 def settings(family: str, kind: str, out: Path, seed: int) -> dict[str, Any]:
-    """Of a run, in place of those of demo.yaml."""
+    """Settings of a run, in place of those of demo.yaml."""
     own = OF_EDIT_PLUS if (family, kind) == ("edit-plus", "overfits") else RUNS[kind]
     every = own["train.max_steps"] // MEASURED
     return {
@@ -73,7 +73,7 @@ def settings(family: str, kind: str, out: Path, seed: int) -> dict[str, Any]:
 
 
 def arguments(family: str, cache: Path, model: Path, kind: str, out: Path, seed: int) -> list[str]:
-    """Those of `qwen-train`."""
+    """The arguments of `qwen-train`."""
     chosen = [f"{name}={json.dumps(value)}" for name, value in settings(family, kind, out, seed).items()]
     options = ["--config", str(ROOT / "tools" / "demo.yaml"), "--model", str(model)]
     return ["run", str(cache), *options, *(word for each in chosen for word in ("--set", each))]
@@ -106,7 +106,7 @@ class Judged:
     best: Best
     last: int
     losses: dict[int, NDArray[np.float64]]
-    """Those of the held-out pairs, by step."""
+    """The losses of the held-out pairs, by step."""
 
     def gain(self, step: int | None) -> tuple[float, float]:
         """By how much a step is better than the last, in % of the last, and the standard error."""

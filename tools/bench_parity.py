@@ -63,7 +63,7 @@ WIDTH, HEIGHT = 128, 128
 MU = NoiseSchedule().mu(1024**2 // 256)
 """The published schedulers' shift at 1024²."""
 COMFYUI_SHIFTS = {"qwen-image-21": 0.69}
-"""Of `comfy/supported_models.py`, as mu; 1.15 for the 20B models."""
+"""The shift of `comfy/supported_models.py`, as mu; 1.15 for the 20B models."""
 LIST = "the control in a list: `image=[image]`"
 AS_IT_IS = "stock diffusers, prompts encoded by it"
 Context = AbstractContextManager[Any]
@@ -172,7 +172,7 @@ class Case:
         return prompts_as_trained(self.stock)
 
     def predict(self, quantization: Any = "none", *, loras: bool = True, **settings: Any) -> Generated:
-        """What `qwen-train predict` makes."""
+        """The image of `qwen-train predict`."""
         sampled: dict[str, Any] = {"num_inference_steps": STEPS, "seed": SEED, "height": HEIGHT, "width": WIDTH}
         sampled |= {"negative_prompt": NEGATIVE, "true_cfg_scale": SCALE, "dtype": "float32"}
         model = open_model(str(self.model), COMPONENTS)
@@ -187,7 +187,7 @@ class Case:
         return Generated(calls[0][0], calls[-1][1], np.asarray(image))
 
     def diffusers(self, pipeline: Any | None = None, rule: Rule | None = None, **changes: Any) -> Generated:
-        """What the stock pipeline makes."""
+        """The image of the stock pipeline."""
         pipeline = self.stock if pipeline is None else pipeline
         arguments: dict[str, Any] = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "true_cfg_scale": SCALE}
         arguments |= {"num_inference_steps": STEPS, "height": HEIGHT, "width": WIDTH}

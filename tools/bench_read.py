@@ -222,7 +222,7 @@ class Format:
     pinned: bool = False
 
     def missing(self) -> str:
-        """What it needs and this machine lacks."""
+        """The packages that it needs and this machine lacks."""
         if not find_spec(self.module):
             return f"{self.module} is not installed"
         return "there is no accelerator" if self.pinned and not torch.accelerator.is_available() else ""
@@ -293,7 +293,7 @@ def digest(sample: Tensors) -> str:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the workers that it has."""
+    """The memory of this process and its workers."""
     workers = [psutil.Process(process.pid).cpu_times() for process in multiprocessing.active_children()]
     return time.process_time() + sum(times.user + times.system for times in workers)
 

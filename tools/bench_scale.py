@@ -169,7 +169,7 @@ def plan_epoch(folder: Path) -> None:
 
 
 def start_training(folder: Path) -> None:
-    """What a trainer does with its cache until the first batch: checks, the validation split, the plan, its summary."""
+    """A trainer's work on its cache until the first batch: checks, the validation split, the plan, its summary."""
     from qwen_train.data.batches import Batches
     from qwen_train.data.samples import check_empty_prompts, open_samples
     from qwen_train.flow import NoiseSchedule
@@ -186,7 +186,7 @@ def start_training(folder: Path) -> None:
 
 
 def check_index(folder: Path) -> None:
-    """What `verify` does with the index, without the shards."""
+    """The work of `verify` on the index, without the shards."""
     from qwen_cache.format.update import read_existing
     from qwen_cache.format.verify import index_faults
 

@@ -54,7 +54,7 @@ OF_SOURCE: dict[str, dict[str, Any]] = {
     "/api/data/image": {"row": 5},
     "/api/data/groups": {"finding": "short_prompt"},
 }
-"""What is asked about an open source; a negative number is from the end."""
+"""Requests about an open source; a negative number is from the end."""
 
 
 @dataclass(frozen=True)

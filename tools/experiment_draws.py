@@ -1,4 +1,4 @@
-"""Whether several noise draws of a sample in one pass (`train.noise_draws`) pay: held-out loss against compute.
+"""An experiment on several noise draws of a sample in one pass (`train.noise_draws`): held-out loss against compute.
 
     python tools/experiment_draws.py [--controls 0 1 3] [--draws 1 2 4] [--seeds 4] [--steps 300] [--batch-size 2]
         [--learning-rate 2e-3] [--quick] [--json]

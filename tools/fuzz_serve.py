@@ -59,7 +59,7 @@ KEY = re.compile(r'"key":"([0-9a-f]{32})"')
 
 @dataclass
 class Report:
-    """What happened. `violations` has a line for each broken promise."""
+    """The outcome. `violations` has a line for each broken promise."""
 
     save: Path
     answers: Counter[str] = field(default_factory=Counter)

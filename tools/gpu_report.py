@@ -240,7 +240,7 @@ def commit() -> str:
 
 
 def has_failures(report: Report) -> bool:
-    """Whether a part failed, a case raised, or a check was not passed."""
+    """True if a part failed, a case raised, or a check was not passed."""
     parts = report["parts"].values()
     rows = [row for part in parts for row in part["rows"]]
     failed = any(row.get("raised") or row.get("failed") or row.get("within") is False for row in rows)

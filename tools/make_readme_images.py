@@ -28,7 +28,7 @@ HEIGHT = 280
 
 
 def inspect_image() -> None:
-    """What a terminal of 100 columns shows."""
+    """The text as a terminal of 100 columns shows it."""
     program, environment = (
         Path(sys.executable).parent / "qwen-cache",
         {**os.environ, "FORCE_COLOR": "1", "COLUMNS": "100"},

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 BLOCK = re.compile(r"(?<=```text\n)qwen_cache/.*?(?=```)", flags=re.DOTALL)
 COLUMN = 28
-"""Where the sentences begin."""
+"""The column in which the sentences begin."""
 
 
 def tree() -> str:

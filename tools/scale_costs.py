@@ -1,4 +1,4 @@
-"""What 10⁹ samples would cost: bytes, GPU hours, requests and money, as docs/explanation/scale.md quotes it.
+"""The cost of 10⁹ samples: bytes, GPU hours, requests and money, as docs/explanation/scale.md quotes it.
 
     python tools/scale_costs.py
 
@@ -41,7 +41,7 @@ class Kind:
 
     name: str
     latents: int
-    """Of each of the two images."""
+    """Image tokens of each of the two images."""
     text: int
     """Tokens of the prompt embeddings."""
     text_encoder_tflop: float
@@ -99,7 +99,7 @@ def dollars(amount: float) -> str:
 
 
 def rows() -> Iterator[tuple[str, list[str]]]:
-    """What all samples of each kind cost."""
+    """The cost of all samples of each kind."""
 
     def each(show: object) -> list[str]:
         return [show(kind) for kind in KINDS]  # type: ignore[operator]
@@ -122,7 +122,7 @@ def rows() -> Iterator[tuple[str, list[str]]]:
 
 
 def petabyte() -> Iterator[tuple[str, list[str]]]:
-    """What one petabyte costs in money."""
+    """The cost of one petabyte in money."""
     price = {name: value for name, (value, _) in PRICES.items()}
     yield "stored, a month", [dollars(1e6 * price["GB and month"])]
     yield "written, in parts of 16 MiB", [dollars(1e15 / PUT_PART / 1e3 * price["1000 PUT"])]

@@ -1,4 +1,4 @@
-"""What the tiny models of make_tiny_model.py share: tokenizer, scheduler, random weights at the scale of trained ones.
+"""Parts shared by the tiny models of make_tiny_model.py: tokenizer, scheduler, random weights as large as trained ones.
 
 Equal generators give equal weights. `fill` preserves the scale of a signal from layer to layer. A tokenizer has one
 token for each word of the templates that it is trained on, and takes any text.

@@ -52,7 +52,7 @@ CHAT_TEMPLATE = """\
 COLOURS = 4  # red, green, blue, alpha
 
 Channels = Sequence[tuple[int, ...]]
-"""Where a layer's output holds each colour and, last, the constant: one channel, or several that are equal."""
+"""The place of each colour, and last of the constant, in a layer's output: one channel, or several that are equal."""
 
 # The VAE's shortcuts around its blocks only move and average channels, so they carry the image and decide where it is.
 # In the encoder, one that doubles the channels moves channel c to 2c + 1. In the decoder, one that halves them takes
@@ -246,7 +246,7 @@ def save_processor(folder: Path, tokenizer: Qwen2Tokenizer) -> None:
 
 
 def index_entries(sample_sigmas: Sequence[float] | None) -> dict[str, object]:
-    """What model_index.json has besides the parts that are saved by themselves; null if the model is not distilled."""
+    """Entries of model_index.json beside the parts that are saved by themselves; null if the model is not distilled."""
     return {
         "_class_name": "QwenImage21Pipeline",
         "processor": ["transformers", "Qwen3VLProcessor"],

@@ -1,4 +1,4 @@
-"""What every comparison with the stock models starts from."""
+"""The start of every comparison with the stock models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `qwen-cache build` stores is what the stock diffusers pipelines feed to their transformer (see `judge`)."""
+"""`qwen-cache build` stores what the stock diffusers pipelines feed to their transformer (see `judge`)."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_whatever_the_sample_a_cache_holds_what_the_pipeline_feeds_its_transform
 
 
 def test_several_samples_in_one_pass_are_what_each_is_alone(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """As on a GPU: prompts of different lengths, images of different sizes, padded on the right."""
+    """Batches as on a GPU: prompts of different lengths, images of different sizes, padded on the right."""
     cases = {name: it for name, it in sweep().items() if name in ("chinese", "two", "text to image", "one space")}
     cases |= {
         "other two": case([(107, 160), (160, 107), (60, 300)], "make it two"),

@@ -270,7 +270,7 @@ def test_every_prompt_equals_a_full_pass_of_its_own(
 def test_in_one_pass_the_embeddings_are_the_pipelines_bit_for_bit(
     variant: str, count: int, dtype: torch.dtype, text_encoder: TextEncoders, tiny_model: TinyModel
 ) -> None:
-    """What `predict` generates with: the same modules on the same shapes."""
+    """`predict` generates with the same modules on the same shapes."""
     ours = text_encoder(variant, dtype).encode_whole(images(count), PROMPTS["chinese"])[0]
     stock = stock_embeds(stock_pipeline(tiny_model(variant), variant, dtype), images(count), PROMPTS["chinese"])
     assert torch.equal(ours, stock)

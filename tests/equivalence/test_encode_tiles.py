@@ -89,12 +89,12 @@ def exact(kind: Kind) -> tuple[Any, Any]:
 
 
 def encoder_part(vae: Any) -> nn.Module:
-    """What is before the mid block."""
+    """The part before the mid block."""
     return nn.Sequential(vae.encoder.conv_in, *vae.encoder.down_blocks)
 
 
 def decoder_part(vae: Any) -> nn.Module:
-    """What is after the mid block."""
+    """The part after the mid block."""
     last = (vae.decoder.norm_out, vae.decoder.nonlinearity, vae.decoder.conv_out)
     blocks = [FirstFrame(block) if hasattr(block, "avg_shortcut") else block for block in vae.decoder.up_blocks]
     return nn.Sequential(*blocks, *last)
@@ -232,7 +232,7 @@ def test_a_narrower_halo_of_the_decoder_would_be_noticed(
 
 @pytest.mark.fast_cases(1)
 def test_the_largest_tensor_is_one_of_a_tile(kind: Kind, ours: Any) -> None:
-    """It does not grow with the image."""
+    """The largest tensor does not grow with the image."""
     largest: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -318,7 +318,7 @@ STOCK = {QWEN_IMAGE: QwenImageEditPlusPipeline, QWEN_IMAGE_21: QwenImage21Pipeli
 
 
 def in_pipeline(vae: Any, kind: Kind) -> Any:
-    """As much of a pipeline as its VAE needs."""
+    """The part of a pipeline that its VAE needs."""
     return SimpleNamespace(vae=vae, latent_channels=kind.z)
 
 

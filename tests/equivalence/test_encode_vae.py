@@ -221,7 +221,7 @@ def test_more_frames_than_one_are_refused(wide_vae: AutoencoderKLQwenImage) -> N
 
 
 def mean_and_std(pipeline: Any) -> tuple[Tensor, Tensor]:
-    """Of the latents, `[16, 1, 1, 1]` each."""
+    """Mean and standard deviation of the latents, `[16, 1, 1, 1]` each."""
     config = pipeline.vae.config
     return tuple(torch.tensor(values)[:, None, None, None] for values in (config.latents_mean, config.latents_std))
 

@@ -142,7 +142,7 @@ def only_its_own(path: Sequence[Window], start: int, stop: int) -> tuple[int, in
 @pytest.mark.slow
 @torch.no_grad()
 def test_tiles_without_a_halo_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tiles, in the encoder and in the decoder."""
+    """The encoder and the decoder, in tiles."""
     stock = random_vae(base_dim=8).bfloat16()
     exact, ours = random_vae(base_dim=8).bfloat16().double(), for_single_frames(random_vae(base_dim=8).bfloat16())
     pixels, latents = random_image(96, 192).bfloat16(), noise(96, 192).bfloat16()

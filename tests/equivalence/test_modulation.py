@@ -166,7 +166,7 @@ def test_every_row_is_what_the_layers_give(tmp_path: Path) -> None:
 
 
 def test_timesteps_are_all_that_can_occur() -> None:
-    """Of every noise level from the schedule's last to 1, as bfloat16 rounds it; and zero."""
+    """Every noise level from the schedule's last to 1, as bfloat16 rounds it; and zero."""
     timesteps = timesteps_from(0.02)
     rounded = torch.linspace(0.02, 1, 1_000_001, dtype=torch.float64).float().bfloat16().unique()
     assert timesteps.tolist() == [0.0, *rounded.tolist()]

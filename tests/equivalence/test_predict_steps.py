@@ -1,4 +1,4 @@
-"""What `predict` draws with is the stock pipeline, step by step: all that goes from part to part is equal, bit for bit.
+"""`predict` draws with the stock pipeline, step by step: all that goes from part to part is equal, bit for bit.
 
 Both pipelines are called with the same arguments, while spies write down what enters and leaves the VAE, the
 transformer and the scheduler. Exact on any one machine, in float32 and in bfloat16, because it is the same modules on

@@ -193,7 +193,7 @@ class StockEmbeddings:
 
 @pytest.mark.parametrize("count", [0, slow(1), 3])
 def test_prompts_encoded_before_give_the_same_images(count: int, both: Make, tiny_model: TinyModel) -> None:
-    """As `predict` does, so that the text encoder can be freed: from the originals, with no encoder in the pipeline."""
+    """Prompts are encoded as by `predict`, which frees the text encoder: from the originals, none in the pipeline."""
     pipelines = both(count)
     model = open_model(str(tiny_model("qwen-image-21")), PARTS)
     originals = [image if isinstance(image, Image.Image) else Image.fromarray(image) for image in pipelines.images]

@@ -63,7 +63,7 @@ def test_nan_in_the_padding_reaches_nothing(layout: str, draws: int) -> None:
 
 
 def test_draws_equal_separate_passes(layout: str) -> None:
-    """Of our own model, the passes in the other shape of `timestep`."""
+    """The passes of our own model in the other shape of `timestep`."""
     model, samples = multi_res_model(stock_model(), layout), random_samples(*COUNTS_21, draws=3)
     found = run_batched(model, samples)
     passes = [run_batched(model, [sample.with_draw(k) for sample in samples]) for k in range(3)]

@@ -59,7 +59,7 @@ def by_definition(
     *,
     window_size: tuple[int, int],
 ) -> Tensor:
-    """What `varlen_attn` computes: sequence by sequence; window (-1, 0) is causal, aligned to the last key."""
+    """The result of `varlen_attn`, sequence by sequence; window (-1, 0) is causal, aligned to the last key."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     outputs, lengths = [], []
     for (q0, q1), (k0, k1) in zip(pairwise(cu_seq_q.tolist()), pairwise(cu_seq_k.tolist()), strict=True):
@@ -229,7 +229,7 @@ def test_draws_cost_less_than_passes() -> None:
 
 
 def test_forward_on_the_meta_device(layout: str) -> None:
-    """As memory is predicted: no tensor of the device has values, and the text mask is on the CPU."""
+    """Memory is predicted so: no tensor of the device has values, and the text mask is on the CPU."""
     with torch.device("meta"):
         model = QwenImage21MultiResTransformer2DModel(**TINY_21)
     model.layout = layout

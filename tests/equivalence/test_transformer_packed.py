@@ -84,7 +84,7 @@ def test_layout_is_no_part_of_the_configuration() -> None:
 def by_definition(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int
 ) -> Tensor:
-    """What torch's kernel promises for `[N, heads, dim]`: `bounds[i]` to `bounds[i + 1]` is a sequence."""
+    """The promise of torch's kernel for `[N, heads, dim]`: `bounds[i]` to `bounds[i + 1]` is a sequence."""
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     bounds = cu_seq_q.tolist()
     assert bounds == cu_seq_k.tolist()

@@ -151,7 +151,7 @@ def test_windows_together_give_what_each_gives_alone(variant: str, sizes: str, t
 def test_windows_of_one_length_share_a_call(
     variant: str, per_layer: tuple[int, int], tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three images: 28 patches are three windows and a half. 3 lengths in place of 36 windows, 2 of 3 images."""
+    """Three images: 28 patches are three windows and a half. 3 lengths in place of 36 windows, 2 of 3 images."""
     tower = tower_of(tiny_model(variant), torch.float32)
     batch_windows(tower)
     calls = []

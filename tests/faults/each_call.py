@@ -36,7 +36,7 @@ ERRORS: dict[str, tuple[int, ...]] = {
     "opendir": (errno.EIO, errno.EMFILE),
     "stat": (errno.EIO, errno.ESTALE, errno.EACCES),
 }
-"""What each call may fail with; others with EIO."""
+"""The errors with which each call may fail; others fail with EIO."""
 ONWARDS = (errno.EIO, errno.ENOSPC)
 """A disk that has died, or is full: this call and all later ones of its kind fail."""
 FREE = re.compile(r'"bytes_free": \d+')  # of the disk, which other programs use too
@@ -55,7 +55,7 @@ class Case:
 
 @dataclass
 class Report:
-    """What became of a command's cases."""
+    """The outcome of a command's cases."""
 
     name: str
     calls: int
@@ -86,7 +86,7 @@ def cases(calls: list[str], every: int, offset: int, *, all_errors: bool = False
 
 
 class Judge:
-    """Whether what a disturbed command left is whole, and the same command completes it."""
+    """A judge of states: is what a disturbed command left whole, and does the same command complete it?"""
 
     def __init__(self, scenario: Scenario, base: Path) -> None:
         self.scenario, self.base, self.work = scenario, base, base / WORK
@@ -98,7 +98,7 @@ class Judge:
         self.known: dict[str, str | None] = {}
 
     def fault(self, *, again: bool = True) -> str | None:
-        """What is wrong with `work`; None if it is whole and, with `again`, can be completed."""
+        """The fault of `work`; None if it is whole and, with `again`, can be completed."""
         state = fingerprint(self.work)
         if state not in self.known:
             self.known[state] = self._fault(again)
@@ -187,14 +187,14 @@ def verdict(scenario: Scenario, ended: Ended, judge: Judge) -> tuple[str, str | 
 
 
 def last_of(stderr: str) -> str:
-    """Of a traceback the last place of ours and the error; of other output its end."""
+    """The last place of ours in a traceback, and the error; the end of any other output."""
     ours = re.findall(r'File ".*?/(qwen_\w+/.*?)", line (\d+)', stderr)
     place = ":".join(ours[-1]) + ": " if ours else ""
     return place + (stderr.strip().splitlines() or ["no output"])[-1][-300:]
 
 
 def names_file(message: str, base: Path) -> bool:
-    """Whether a message names a file or folder of the work, or one beside it."""
+    """True if a message names a file or folder of the work, or one beside it."""
     found = re.search(r"\d+ problems? in |error:", message)  # the problems of a source come before the error
     text = re.sub(r"\s+", "", message[found.start() :] if found else message)
     return str(base) in text or any(name in text for name in os.listdir(base / WORK) if name != HOME)

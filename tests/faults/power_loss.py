@@ -78,7 +78,7 @@ def replay_power_losses(
 
 
 def lost(judge: Judge, disk: Disk, at: int) -> str | None:
-    """What was reported to the user before the power loss, and is not there after it."""
+    """Everything that was reported to the user before the power loss and is missing after it."""
     if at == disk.events and (
         missing := [name for name in judge.new if name not in judge.scenario.outcome(judge.work)]
     ):
@@ -184,7 +184,7 @@ def overwrite(content: bytearray, offset: int, data: bytes | None) -> None:
 
 
 def tree_of(root: Node, changes: Sequence[Change], contents: Contents) -> Tree:
-    """What is reachable after these changes."""
+    """The files that can be reached after these changes."""
     slots: dict[Folder, dict[str, Node | None]] = {}
     for change in changes:
         for folder, name, node in change.slots:

@@ -91,7 +91,7 @@ class Change:
 
 
 class Disk:
-    """What a run did to a folder; `syncs` of `file` or `folder` may be left out, to show what they are for."""
+    """The changes of a run to a folder; `syncs` of `file` or `folder` may be left out, to show what they are for."""
 
     def __init__(self, work: Path, before: Path, record: Path, without: str = "") -> None:
         self.work, self.without = work, without

@@ -42,11 +42,11 @@ class Scenario:
     before: Path
     """A copy of `work` as it is before the command."""
     outcome: Callable[[Path], Files]
-    """Of `work` after the command: what has to be equal, byte for byte, however the command was disturbed."""
+    """The part of `work` that has to be equal after the command, byte for byte, however the command was disturbed."""
     faults: Callable[[Path, Files, Files], list[str]]
-    """What is neither the old nor the new state in `work`, given the outcomes before and after an undisturbed run."""
+    """Files in `work` in neither the old nor the new state, given the outcomes before and after an undisturbed run."""
     prints: bool = False
-    """Whether the output is the result."""
+    """True if the output is the result."""
     found_faults: int = 2
     """An exit code that also tells of faults."""
 

@@ -69,7 +69,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class Results:
-    """What a model is and computes; outputs are padded rows, one per sample."""
+    """A model and its results; outputs are padded rows, one per sample."""
 
     parameters: dict[str, tuple[Any, ...]]
     split: list[Tensor]
@@ -187,7 +187,7 @@ def valid(rows: list[Tensor], shapes: list[Images]) -> list[Tensor]:
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Of the worst sample, relative."""
+    """The relative error of the worst sample."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True)]
     return max(float((a - b).norm() / b.norm()) for a, b in pairs)
 
@@ -234,7 +234,7 @@ class TestQwenTransformerEquivalence:
         assert error(valid(custom.full_with_mask, shapes), original.split) < tolerance
 
     def test_padding_is_masked(self, custom: Results, shapes: list[Images]) -> None:
-        """What fills the padding changes nothing, and its outputs are zero."""
+        """The values in the padding change nothing, and its outputs are zero."""
         for row, other, length in zip(
             custom.full_with_mask, custom.full_with_other_padding, lengths(shapes), strict=True
         ):

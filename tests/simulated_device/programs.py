@@ -461,7 +461,7 @@ def autocast() -> dict[str, str]:
 
 
 def attention_memory(masked: bool) -> float:
-    """What attention allocates, in sizes of its output."""
+    """The allocations of attention, in sizes of its output."""
     q, k, v = (torch.randn(1, 2, 1024, 16, device="simu", requires_grad=True) for _ in range(3))
     mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool, device="simu") if masked else None
     simu.reset_peak_memory_stats()

@@ -55,7 +55,7 @@ class Steps:
             yield
 
     def waits(self) -> list[list[dict[str, Any]]]:
-        """What made the host wait in each step; the first one's begins at the start of the job."""
+        """The reasons for which the host waited in each step; the first step begins at the start of the job."""
         begins = [0, *self.ends]
         slices = [backend.events[begin:end] for begin, end in zip(begins, self.ends, strict=False)]
         return [backend.counted([it for it in step if it.kind in backend.SLOW]) for step in slices]

@@ -41,7 +41,7 @@ class Both:
     images: list[Image.Image] = field(default_factory=list)
 
     def call(self, *, seeds: Sequence[int] = (3,), **arguments: Any) -> tuple[Any, Any]:
-        """What both generate, two steps at 96×64 when nothing else is said."""
+        """The images of both, two steps at 96×64 when nothing else is said."""
         if self.images and "image" not in arguments:
             arguments["image"] = self.images if len(self.images) > 1 else self.images[0]
         arguments = {"num_inference_steps": 2, "height": 64, "width": 96} | arguments
@@ -85,7 +85,7 @@ def spy(name: str, method: Callable[..., Any], calls: list[Any], scheduler: Any)
 
 
 def copied(value: Any) -> Any:
-    """As it is now: what is recorded may be changed in place later."""
+    """A copy: a recorded tensor may be changed in place later."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, QwenImage21KVCache):

@@ -218,7 +218,7 @@ class UploadHandler(BaseHTTPRequestHandler):
         return {"path": file["path"], "uploadMode": how, "shouldIgnore": False}
 
     def upload(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Where to send an object; nowhere, if it is here."""
+        """The address to send an object to; none if it is here."""
         if asked["oid"] in self.server.objects:
             return asked
         return {**asked, "actions": {"upload": {"href": f"{self.server.url}/objects/{asked['oid']}"}}}

@@ -108,7 +108,7 @@ def noise(seed: str, count: int) -> bytes:
 
 
 class Log:
-    """What the nodes logged, and what will happen to them: a number waits until that many nodes are busy."""
+    """The log of the nodes, and the events to come: a number waits until that many nodes are busy."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -122,7 +122,7 @@ class Log:
         (self.folder / "kill" / f"{who}@{moment}").touch()
 
     def killed(self) -> bool:
-        """Whether the command was carried out; it is withdrawn."""
+        """True if the command was carried out; it is withdrawn."""
         left = list((self.folder / "kill").iterdir())
         for path in left:
             path.unlink()

@@ -55,7 +55,7 @@ IMPORTED = (
     "transformers.models.qwen2_5_vl.processing_qwen2_5_vl",
     *("accelerate", "pandas", "peft", "peft.tuners.lora.bnb"),
 )
-"""What a build, a run, a prediction and a server import."""
+"""The modules that a build, a run, a prediction and a server import."""
 WITHOUT_THREADS = {"JE_ARROW_MALLOC_CONF": "background_thread:false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Importing pyarrow starts no thread, and importing bitsandbytes no CUDA, of which a fork has no use."""
 READ_AT_START = (
@@ -64,7 +64,7 @@ READ_AT_START = (
     *("MKL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PEFT_", "PYTHON", "PYTORCH_", "PY_COLORS", "SAFETENSORS_"),
     *("TERMINAL_WIDTH", "TOKENIZERS_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRANSFORMERS_", "USE_", "XDG_"),
 )
-"""What names begin with of variables that are read when Python starts, or a library is imported."""
+"""The first letters of variables that are read when Python starts, or a library is imported."""
 SET_BY_PROGRAMS = {
     ("DIFFUSERS_VERBOSITY", "error"),
     ("KMP_DUPLICATE_LIB_OK", "True"),
@@ -78,7 +78,7 @@ SET_BY_PROGRAMS = {
 READ_WHEN_USED = {"PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"}
 """huggingface_hub derives its folder from the last at import, but uses it only online, where tests set HF_HOME too."""
 OPTIONS = {"cwd", "creationflags", "encoding", "start_new_session", "stderr", "stdin", "stdout", "text"}
-"""Of `subprocess.Popen`, those that a fork has too."""
+"""Arguments of `subprocess.Popen` that a fork has too."""
 GREETING = struct.Struct("qd")
 """The fork server's number, and the CPU time of its imports for the process that started it."""
 ALONE = 1.0

@@ -32,7 +32,7 @@ def second_of_two() -> Iterator[DeviceMesh]:
 
 
 def in_two_threads(work: Callable[[int], T]) -> tuple[T, T]:
-    """What `work` gives for the ranks 0 and 1, which exchange tensors as two processes would.
+    """The results of `work` for the ranks 0 and 1, which exchange tensors as two processes would.
 
     The error of one ends the other, and so does a rank that ends while the other waits for it.
     """

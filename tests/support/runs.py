@@ -82,7 +82,7 @@ class Trainer:
     """`qwen-train run` on the small cache, with settings by their dotted names."""
 
     page = False
-    """Whether runs write their page."""
+    """True if runs write their page."""
 
     def __init__(self, cache: Path, model: Path, folder: Path) -> None:
         self.cache, self.model, self.folder = cache, model, folder

@@ -222,7 +222,7 @@ class Proxy:
                     left -= len(data) if counted else 0
 
     def may_cut(self) -> bool:
-        """Whether one more connection is cut, which is counted: several end at the same time."""
+        """True if one more connection is cut, which is counted: several end at the same time."""
         with self.lock:
             self.cut += (cuts := self.cut < self.cuts)
             return cuts

@@ -42,7 +42,7 @@ def weights_of(model: Path) -> dict[str, Tensor]:
 
 
 def is_matrix(name: str, tensor: Tensor) -> bool:
-    """Whether these programs quantise it."""
+    """True if these programs quantise it."""
     return name.startswith("transformer_blocks.") and tensor.ndim == 2
 
 

@@ -19,7 +19,10 @@ from qwen_train.data.batches import NoiseDraw, NoisedSample
 
 
 def stock_velocity(stock: Any, sample: Sample, text: Tensor, target: Tensor, sigma: float) -> Tensor:
-    """Of the target; text has slots of anything for the condition images, which the stock model overwrites."""
+    """The velocity of the target.
+
+    Text has slots of anything for the condition images, which the stock model overwrites.
+    """
     shapes = [*sample.img_shapes[1:], sample.img_shapes[0]]
     slots = [height * width // 4 for _, height, width in shapes]
     bounds = [0, *sample.row.meta.image_positions, len(text)]

@@ -11,7 +11,7 @@ from PIL import Image
 from qwen_train.run import METRICS_NAME
 
 KEY = "0123456789abcdef" * 2
-"""Of the sample whose images are written."""
+"""The key of the sample whose images are written."""
 
 
 def write_lines(run: Path, *lines: Any, end: str = "\n") -> Path:

@@ -1,4 +1,4 @@
-"""Whether batches of mixed sizes, padded and packed, are what stock diffusers computes for each sample alone.
+"""Batches of mixed sizes, padded and packed, against stock diffusers on each sample alone.
 
 In bfloat16, with two blocks of the real width and all shortcuts that the device has. Outputs, and gradients of the
 attention's weights, are compared with float32 on the same rounded weights; ours may be at most AS_FAR times as far from
@@ -22,7 +22,7 @@ from . import models
 from .measure import Card, Cases, Row, forget
 
 AS_FAR = 2.0
-"""As in tests/support/judge.py, which derives it."""
+"""The bound of tests/support/judge.py, which derives it."""
 BLOCKS = 2
 FILL = 1e3  # in padding: large numbers that would show
 SIDES: dict[str, list[tuple[list[tuple[int, int]], int]]] = {

@@ -1,4 +1,4 @@
-"""What the machine is and can do: names and versions, the peak of matrix products, and how fast bytes are copied.
+"""The machine and its limits: names and versions, the peak of matrix products, and how fast bytes are copied.
 
 The peak that all utilisations refer to is measured here, by products of large matrices in bfloat16, not taken from a
 table: the best median over a few sizes.

@@ -1,4 +1,4 @@
-"""What every part of the GPU report measures with: the card, medians of synchronised repeats, peaks of its memory.
+"""The measurements of all parts of the GPU report: the card, medians of synchronised repeats, peaks of its memory.
 
 `UnavailableError` says why something cannot be measured here; the report shows its reason in place of numbers. All
 times are those of the host's clock, from one moment when the device has nothing to do to the next.

@@ -228,7 +228,7 @@ def introduction(report: Mapping[str, Any]) -> str:
 
 
 def problems(parts: Mapping[str, Any]) -> list[str]:
-    """What a reader must see first: checks that were not passed."""
+    """First of all, the checks that were not passed."""
     unequal = [f"{row['case']} is not equal to stock" for row in rows_of(parts) if row.get("within") is False]
     failed = [f"{row['failed']} failed: {row['case']}" for row in rows_of(parts) if row.get("failed")]
     found = [*unequal, *failed]

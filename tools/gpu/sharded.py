@@ -32,7 +32,7 @@ PROCESSES = 2
 BLOCKS = 12
 KINDS = {"bf16": "none", "int8": "int8", "nf4": "nf4", "int8_convrot": "int8_convrot"}
 REPEATS = 5
-"""As many in each process, which wait for each other."""
+"""The same number in each process, which wait for each other."""
 SECONDS = 120
 """The limit of one case."""
 

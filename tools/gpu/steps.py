@@ -159,7 +159,7 @@ def predict(config: dict[str, Any], settings: Config, batch: Sequence[SampleSize
 
 
 def fits(predicted: Memory, card: Card) -> bool:
-    """Whether a step fits the free memory, of which this process has taken its context already."""
+    """True if a step fits the free memory, of which this process has taken its context already."""
     return predicted.total - RESERVED <= card.memory
 
 
