@@ -16,8 +16,10 @@ from huggingface_hub import HfApi, constants, file_download
 from huggingface_hub.errors import OfflineModeIsEnabled
 from safetensors.torch import load_file, save_file
 
+from qwen_cache.models.folder import find_here
 from qwen_cache.settings.load import MAX_BYTES, load_config
 from qwen_cache.storage import remembered
+from qwen_train.inference.images import COMPONENTS
 
 from .support.caches import build
 from .support.commands import Result, refused, run
@@ -83,6 +85,17 @@ def test_the_model_of_a_cache_and_of_a_run_is_not_asked_for_again(train: Trainer
     given = run("qwen-train", "plan", train.cache, "--model", train.model)
     assert given.code == 0
     assert "model.path is" not in given.stderr
+
+
+@pytest.mark.parametrize("variant", ["edit-plus", "t2i", "qwen-image-21"])
+def test_a_model_is_here_with_the_components_that_its_pipeline_has(
+    tiny_model: Callable[[str], Path], tmp_path: Path, variant: str
+) -> None:
+    """Qwen-Image has no processor, and Qwen-Image-2.1 no tokenizer beside its processor."""
+    model = tiny_model(variant)
+    assert find_here(str(model), COMPONENTS) == model
+    shutil.rmtree(copied(model, tmp_path / "model") / "vae")
+    assert find_here(str(tmp_path / "model"), COMPONENTS) is None
 
 
 def test_every_command_ends_with_the_next_one(train: Trainer) -> None:

@@ -7,6 +7,7 @@ import math
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -694,8 +695,7 @@ def open_model(
         what = f"{model} is not supported yet" if model else "this pipeline is not supported"
         do = f"use one of {SUPPORTED}"
         raise ModelError(what, where=index, expected=" or ".join(PIPELINES), found=pipeline, do=do)
-    encoders = facts.encoder_parts
-    needed = [each for each in components if each not in ENCODER_PARTS or each in encoders]
+    needed = _components_of(facts, components)
     if missing := [each for each in needed if not (path / each).is_dir()]:
         folders = ", ".join(sorted(p.name for p in path.iterdir() if p.is_dir())) or "no folders"
         raise ModelError(
@@ -716,8 +716,14 @@ def open_model(
     return opened
 
 
+def _components_of(facts: Pipeline, components: Sequence[str]) -> list[str]:
+    """The components that a model of this pipeline has: not all have both a tokenizer and a processor."""
+    return [each for each in components if each not in ENCODER_PARTS or each in facts.encoder_parts]
+
+
 def find_here(name: str, components: Sequence[str], revision: str | None = None) -> Path | None:
-    """The folder of a model whose `components` are all on this machine; None if one is not. Nothing is downloaded."""
+    """The folder of a model of whose `components` all that its pipeline has are on this machine; None if one is not.
+    Nothing is downloaded."""
     path = Path(name)
     if not path.is_dir():
         from huggingface_hub import snapshot_download
@@ -727,8 +733,14 @@ def find_here(name: str, components: Sequence[str], revision: str | None = None)
             path = Path(snapshot_download(name, revision=revision, local_files_only=True))
         except (HFValidationError, LocalEntryNotFoundError, OSError):
             return None
-    is_here = (path / PIPELINE_INDEX).is_file() and all(is_whole(path / each) for each in components)
-    return path if is_here else None
+    index = path / PIPELINE_INDEX
+    if not index.is_file():
+        return None
+    facts = None
+    with suppress(ModelError):  # which opening the model raises again
+        facts = PIPELINES.get(str(read_config(index).get("_class_name")))
+    needed = components if facts is None else _components_of(facts, components)
+    return path if all(is_whole(path / each) for each in needed) else None
 
 
 def is_whole(folder: Path) -> bool:
