@@ -82,7 +82,7 @@ SMALL = {
     "validation": {"num_inference_steps": 2},
 }
 """The settings of qwen.yaml where a page has none."""
-FAMILY_PAGES = {"howto/train-qwen-image-2.1.md", "howto/train-for-few-steps.md"}
+FAMILY_PAGES = {"howto/train-qwen-image-2.1.md"}
 """Pages about a model that has no data.condition_image_size."""
 PAIR = {"image_path": "target", "control_path": "control"}
 """Columns of a table of another trainer, and the folders of the images."""
@@ -91,7 +91,7 @@ target,control,prompt
 data/target_images/cat.png,data/control_images/cat.png,mirror it
 photo.jpg,,a red flower in front of green leaves
 """
-"""The table with and without controls on the pages about sources and Qwen-Image-2.1."""
+"""The table with and without controls on the page about sources."""
 MARK = r"<!-- not run: [^\n]+ -->\n"
 BLOCK = re.compile(rf"^(?P<mark>{MARK})?```(?P<kind>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -274,8 +274,7 @@ def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) ->
 
 
 def test_the_table_of_a_page_is_the_one_that_is_built() -> None:
-    for page in ("sources.md", "howto/train-qwen-image-2.1.md"):
-        assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks(page) if block.kind == "text"]
+    assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks("sources.md") if block.kind == "text"]
 
 
 def test_a_block_is_run_whole_or_marked() -> None:

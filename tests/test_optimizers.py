@@ -24,7 +24,7 @@ from .support.parts import Layers, few_steps
 from .support.paths import ROOT
 from .support.runs import connected
 
-PAGE = ROOT / "docs/howto/optimizers-and-losses.md"
+PAGE = ROOT / "docs/howto/choose-what-is-trained.md"
 
 
 def config(name: str, **settings: Any) -> Config:
@@ -126,7 +126,8 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
         assert str(refusal.value).endswith(f"→ {install_command(extra)}")
 
 
-ROWS = re.findall(r"^\| `(?!optimizer\.name`).*", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+SECTION = PAGE.read_text(encoding="utf-8").partition("## The optimizer\n")[2].partition("\n## ")[0]
+ROWS = re.findall(r"^\| `(?!optimizer\.name`).*", SECTION, re.MULTILINE)
 OFFERED = [*CLASSES, *re.findall(r"`(\w+(?:\.\w+)+)`", " ".join(row.split("|")[1] for row in ROWS))]
 """The optimizers with a short name, and those of the page."""
 

@@ -10,7 +10,9 @@ this tells what differs, not how it looks.
 
 Rows of ComfyUI compute by its rules on the stock transformer, since ComfyUI itself does not run here. They are those of
 Comfy-Org/ComfyUI (comfy_extras/nodes_qwen.py at ed26919, comfy_extras/nodes_cfg.py at dd2bb67, comfy/model_sampling.py
-at 2fd2083, comfy/supported_models.py at 01f03bb) and comfyanonymous/ComfyUI (comfy/ldm/qwen_image/model.py at 01f4512).
+at 2fd2083, comfy/supported_models.py at 01f03bb) and, an earlier state, comfyanonymous/ComfyUI
+(comfy/ldm/qwen_image/model.py at 01f4512, comfy/text_encoders/qwen_vl.py at 0ac7426, comfy/model_base.py at 003617c).
+`ReferenceLatent` and the scheduler `simple` were read in copies without a commit.
 """
 
 from __future__ import annotations

@@ -368,6 +368,9 @@ class FrozenQwen(nn.Module):
     instruction; None: a user's turn in the model's chat format. With one of
     `qwen_cache.models.family.TEMPLATES`, and images resized as for that pipeline, the attention is that of a cache's
     `prompt_embeds`. Raises ModelError for any other model.
+
+        qwen = FrozenQwen.from_pretrained("Qwen/Qwen2.5-VL-7B-Instruct", device="cuda")
+        maps = qwen.ground(image, "make [[the red car]] blue").attention[0]  # [1, layers × heads, h, w]
     """
 
     def __init__(

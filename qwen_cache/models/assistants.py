@@ -2,6 +2,9 @@
 
 `auto` takes an entry of `VERIFIED` alone, whose bytes a maintainer has hashed; CONTRIBUTING.md says how. The others are
 named, so that a user can take one by its name and knows that nobody here has checked it.
+
+Reports about Qwen-Image-2.1 without one: modelscope/DiffSynth-Studio issue 1706 (noise from LoRA and full training,
+open). ostris/ai-toolkit issue 1054, a LoRA that did nothing, was a fault of a trainer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from qwen_train.cli.best import STEP, chosen
 
 
 @command(
-    page="howto/generate-images.md",
+    page="howto/generate-and-publish.md",
     examples=[
         "qwen-train export out --to comfyui --out cats.safetensors",
         "qwen-train export out --to merged --out merged",

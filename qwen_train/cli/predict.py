@@ -112,7 +112,7 @@ SAVE_INTERRUPTED = flag("--save-interrupted", OUTPUT, "When interrupted, save th
 
 
 @command(
-    page="howto/generate-images.md",
+    page="howto/generate-and-publish.md",
     examples=[
         "qwen-train predict --image photo.jpg --prompt 'make it night' --lora out",
         "qwen-train predict --from-cache shards --key cats/017 --lora out --out images",

@@ -14,7 +14,7 @@ from qwen_train.cli.best import STEP, chosen
 
 
 @command(
-    page="howto/publish-a-lora.md",
+    page="howto/generate-and-publish.md",
     examples=["qwen-train push out OWNER/NAME --dry-run", "qwen-train push out OWNER/NAME --step best --private"],
 )
 def push(

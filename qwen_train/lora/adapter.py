@@ -43,11 +43,12 @@ from qwen_train.model.placement import assign
 # An adapter by peft on the transformer, and its file: `pytorch_lora_weights.safetensors`, with peft's names.
 #
 # diffusers' pipelines load a LoRA, and its transformers a LoKr; `files.py` lists the types, and
-# docs/howto/choose-an-adapter.md who loads which. The metadata holds peft's settings, such as type, rank and alpha,
-# which a loader would otherwise have to guess, and a checksum. Refused: a file that was changed after it was written,
-# an adapter whose type, shape or scale differs from the settings, and a pattern that matches no module, which peft
-# would ignore. Initialisations that change the base weights (PiSSA, OLoRA) are not offered: the file would fit no
-# published base.
+# docs/howto/generate-and-publish.md who loads which: in diffusers 0.42.1 `QwenImageLoraLoaderMixin.load_lora_weights`
+# refuses names without `lora`, and `load_lora_adapter` knows `.lokr_` and nothing else beside LoRA. The metadata holds
+# peft's settings, such as type, rank and alpha, which a loader would otherwise have to guess, and a checksum. Refused:
+# a file that was changed after it was written, an adapter whose type, shape or scale differs from the settings, and a
+# pattern that matches no module, which peft would ignore. Initialisations that change the base weights (PiSSA, OLoRA)
+# are not offered: the file would fit no published base.
 
 
 def add_lora(transformer: Any, config: LoraConfig) -> None:

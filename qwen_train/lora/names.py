@@ -132,7 +132,13 @@ def scaled_lokr(tensors: Tensors, scale: float) -> dict[str, Tensor]:
 # Read in sources, not run in ComfyUI: Comfy-Org/ComfyUI 17358c8f (comfy/lora.py, `model_lora_keys_unet`), 08f68f09
 # (comfy/ldm/qwen_image21/model.py) and 6f98b150 (comfy/weight_adapter/lora.py); ostris/ai-toolkit 07abdbed
 # (…/qwen_image_2/qwen_image_2.py); tdrussell/diffusion-pipe 334106c2 (models/qwen_image21.py); kohya-ss/musubi-tuner
-# 960b2011 (networks/lora_qwen_image_21.py).
+# 960b2011 (networks/lora_qwen_image_21.py). ComfyUI's commit a125cd8 (2025-10) has no Qwen-Image-2.1.
+#
+# Of a LoKr with two whole factors ComfyUI at 179c2d35 ignores alpha, and at 839df9f2 divides it by a quotient of their
+# heights (comfy/weight_adapter/lokr.py), so an export has the scale in W1 and no alpha. Its OFT (oft.py at 3684cff3;
+# loha.py was read at 17adbb5c), like LyCORIS' Diag-OFT (f49d30d6), rotates the outputs of a layer, and peft's its
+# inputs: neither can express the other. musubi-tuner's networks/lokr.py at 2a1eac8b divides the alpha of such a LoKr by
+# the larger side of W2; under its names it is refused.
 
 COMFYUI_PREFIX = "diffusion_model"
 MUSUBI_PREFIX = "lora_unet_"

@@ -74,7 +74,7 @@ LOADING = {
     LOHA: "PeftModel.from_pretrained(pipe.transformer, {repo})",
     OFT: "PeftModel.from_pretrained(pipe.transformer, {repo})",
 }
-"""How each type is added to a pipeline: docs/howto/choose-an-adapter.md says which program loads which."""
+"""How each type is added to a pipeline: docs/howto/generate-and-publish.md says which program loads which."""
 POSITIONS = """
 # diffusers 0.42 with transformers 5 encodes prompts with other positions of the images than in training.
 def pass_image_tokens(encoder, args, kwargs):
@@ -83,7 +83,7 @@ def pass_image_tokens(encoder, args, kwargs):
 
 pipe.text_encoder.register_forward_pre_hook(pass_image_tokens, with_kwargs=True)"""
 """For the pipelines that encode images without `mm_token_type_ids`: huggingface/diffusers issue 14194."""
-ELSEWHERE = f"{REPOSITORY}/blob/main/docs/howto/generate-images.md#the-same-image-in-other-programs"
+ELSEWHERE = f"{REPOSITORY}/blob/main/docs/howto/generate-and-publish.md#the-same-image-in-other-programs"
 OWN_SIDE = 1024
 """The pipelines generate at about the square of it, and resize control images to it."""
 
