@@ -31,6 +31,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.extras import require
 from qwen_cache.format.cache import Sample, open_cache
 from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.sample import WITHOUT_PREFIX
 from qwen_cache.settings.sections import BatchConfig
 
 # ---- torch -----------------------------------------------------------------------------------------------------------
@@ -39,7 +40,7 @@ __all__ = ["CacheBatches", "CacheDataset", "collate"]
 
 TENSORS = (
     *("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds", "edit_mask"),
-    "rejected_latents",
+    *("rejected_latents", "slider_positive_embeds", "slider_negative_embeds"),
 )
 """The tensors that training needs; a sample without controls, for example, lacks one."""
 DROPOUT = 1 << 34  # the random stream of caption dropout, beside those of qwen_cache.batching
@@ -54,7 +55,8 @@ class CacheDataset(Dataset[Item]):
     control) and the `tensors` that the sample has, as views of the mapped shard: `image_latents` `[S, 64]`,
     `control_latents` `[Sc, 64]`, `prompt_embeds` `[L, D]`, `empty_prompt_embeds` `[L0, D]`, `edit_mask` `[S]`, and
     `image_positions` where the embeddings lack the rows of image tokens (Qwen-Image-2.1). One with a rejected image has
-    its `rejected_latents` `[Sr, 64]` and `rejected_shape`. `Sample` says more.
+    its `rejected_latents` `[Sr, 64]` and `rejected_shape`, and one with the direction of a slider
+    `slider_positive_embeds` `[Lp, D]` and `slider_negative_embeds` `[Ln, D]`. `Sample` says more.
 
     Raises the errors of `open_cache`, and of reading a `Sample`.
     """
@@ -118,8 +120,8 @@ def collate(items: Sequence[Mapping[str, Any]]) -> Item:
         edit_mask           [B, N]       1 for targets without one; only if an item has one
 
     `keys`, `prompts`, `img_shapes` and, where items have them, `image_positions` are lists, of lists of numbers instead
-    of tuples, as `DataLoader` makes them anyway. Rejected images are left out: an item has them. ConfigError for an
-    item without `image_latents`: an image to generate, which cannot be trained.
+    of tuples, as `DataLoader` makes them anyway. Rejected images and directions of sliders are left out: an item has
+    them. ConfigError for an item without `image_latents`: an image to generate, which cannot be trained.
     """
     return _batch([_OfItem(item) for item in items])
 
@@ -262,7 +264,7 @@ class _OfSample:
         if name not in self._sample:
             return None
         rows, *rest = self._sample.shape(name)
-        prefix = self._sample.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
+        prefix = self._sample.row.meta.prefix_length if name in WITHOUT_PREFIX else 0
         return (rows + prefix, *rest)
 
     def dtype(self, name: str) -> torch.dtype:

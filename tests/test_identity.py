@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qwen_cache.encode import builder, recipe
 from qwen_cache.encode.plan import BuildPlan
-from qwen_cache.format.identity import Inputs, Phrase, canonical_json, dataset_identity, recipe_id, sample_key
+from qwen_cache.format.identity import Inputs, Phrase, Slider, canonical_json, dataset_identity, recipe_id, sample_key
 from qwen_cache.format.update import read_existing
 from qwen_cache.models.family import PIPELINES
 from qwen_cache.settings.load import load_config
@@ -33,19 +33,21 @@ phrases = st.sampled_from([(), ((0, 1),), ((0, 2),), ((0, 1), (2, 3))])
 seeds = st.none() | st.sampled_from([0, 1])
 rejected_images = st.none() | st.tuples(hashes, st.sampled_from([(1, 2, 4), (1, 4, 2)]))
 controls_of = st.lists(hashes, max_size=3).map(tuple)
+sliders = st.none() | st.builds(Slider, prompts, prompts)
 identities = st.tuples(
-    hashes, hashes, controls_of, st.none() | hashes, prompts, shapes, phrases, seeds, rejected_images
+    *(hashes, hashes, controls_of, st.none() | hashes, prompts, shapes, phrases, seeds, rejected_images, sliders)
 )
 Shape = tuple[int, int, int]
 Rejected = tuple[str, Shape] | None
-Identity = tuple[str, str, tuple[str, ...], str | None, str, tuple[Shape, ...], Phrase, int | None, Rejected]
-ONE = ((1, 2, 4),), (), None, None
+Content = tuple[str, str, tuple[str, ...], str | None, str]
+Identity = tuple[*Content, tuple[Shape, ...], Phrase, int | None, Rejected, Slider | None]
+ONE = ((1, 2, 4),), (), None, None, None
 
 
 def key_of(identity: Identity) -> str:
-    recipe, target, controls, mask, prompt, img_shapes, phrase, seed, rejected = identity
+    recipe, target, controls, mask, prompt, img_shapes, phrase, seed, rejected, slider = identity
     digest, shape = rejected or (None, None)
-    return sample_key(recipe, Inputs(target, controls, mask, seed, digest), prompt, img_shapes, phrase, shape)
+    return sample_key(recipe, Inputs(target, controls, mask, seed, digest), prompt, img_shapes, phrase, shape, slider)
 
 
 @given(identities, identities)
@@ -63,7 +65,7 @@ def test_keys_are_equal_exactly_where_everything_is(one: Identity, two: Identity
 @given(identities, st.data())
 def test_a_change_in_one_place_is_another_key(one: Identity, data: st.DataObject) -> None:
     """Two independent examples would seldom differ in only one place."""
-    place = data.draw(st.integers(0, 8))
+    place = data.draw(st.integers(0, 9))
     other = data.draw(identities)
     two = (*one[:place], other[place], *one[place + 1 :])
     assert (key_of(one) == key_of(two)) == (one[place] == other[place])  # type: ignore[arg-type]

@@ -115,8 +115,8 @@ def test_a_migrated_cache_is_up_to_date_for_build(
 def test_v1_refuses_edit_masks_and_names_the_samples(built: Built, tmp_path: Path) -> None:
     result = migrate("v2", "v1", built("edit-plus"), "--out", tmp_path / "new")
     assert result.code == 2
-    what = "format v1 has no edit masks, attention, seeds, rejected images or images to generate, but this cache does"
-    assert f"{what} (found cup)" in result.stderr
+    what = "format v1 has no edit masks, attention, seeds, rejected images, directions of sliders or images to generate"
+    assert f"{what}, but this cache does (found cup)" in result.stderr
     assert not (tmp_path / "new" / "cache.json").exists()
 
 

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from qwen_cache import open_cache
 from qwen_cache.errors import RULES, FormatError
-from qwen_cache.format.identity import Inputs, dataset_identity
+from qwen_cache.format.identity import Inputs, Slider, dataset_identity
 from qwen_cache.format.manifest import IndexFile, Manifest, Recipe, Shard, parse_manifest
 from qwen_cache.format.measured import Alignment, Measured
-from qwen_cache.format.sample import MASK_FROM, SampleMeta, TensorSpec, parse_sample
+from qwen_cache.format.sample import MASK_FROM, SLIDER_EMBEDS, SampleMeta, TensorSpec, parse_sample
 from qwen_cache.format.verify import verify_cache
 
 from .support.commands import run
@@ -47,8 +47,10 @@ ONLY_THE_PARSER = {
         "F12-position",
         "F12-measured",
         "F12-rejected-of-another-size",
+        "F12-slider",
         "F13-mixed",
         "F13-rejected",
+        "F13-slider",
     ),
     *("F19", "F21"),
 }
@@ -203,15 +205,18 @@ def decompressed(stored: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_the_valid_caches_hold_every_kind_of_sample() -> None:
-    v1, v2, measured, rejected, to_generate = (
+    v1, v2, measured, rejected, slider, to_generate = (
         pq.read_table(path / "index.parquet").to_pylist() for path in VALID_CACHES
     )
     for rows in (v1, v2):
         assert {len(row["controls"]) for row in rows} >= {1, 3}
         assert any(row["empty_prompt_embeds"] is None for row in rows)
         assert not {"seed", "measured", "rejected", "rejected_shape", "rejected_latents"} & rows[0].keys()
+        assert not any(name.startswith("slider") for name in rows[0])
     assert [row["rejected_shape"] for row in rejected] == [[1, 3, 2], [1, 1, 3], [1, 2, 2], None]
     assert [bool(row["rejected"] and row["rejected_latents"]) for row in rejected] == [True, True, True, False]
+    assert [row["slider_positive"] and row["slider_negative"] for row in slider] == [*["a young face"] * 3, None]
+    assert [bool(row["slider_positive_embeds"]) for row in slider] == [True, True, True, False]
     lengths = [row["measured"] and len(row["measured"]["controls"]) for row in measured]
     assert lengths == [1, 2, None, 0]
     assert {len(row["controls"]) for row in to_generate} == {0, 1, 3}
@@ -300,6 +305,9 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
     if len(shapes) > 1:
         wanted["control_latents"] = (dtype, (sum(tokens[1:]), 64))
     wanted |= {"prompt_embeds": (dtype, (text, width)), "empty_prompt_embeds": (dtype, (draw(sides), width))}
+    prompts = st.text(max_size=9)
+    slider = draw(st.none() | st.builds(Slider, prompts, prompts)) if version == 2 else None
+    wanted |= {name: (dtype, (draw(sides), width)) for name in SLIDER_EMBEDS} if slider else {}
     mask_from = draw(st.sampled_from((None, *MASK_FROM))) if version == 2 and has_target else None
     if mask_from:
         wanted["edit_mask"] = ("F32", (tokens[0],))
@@ -320,7 +328,7 @@ def samples(draw: st.DrawFn) -> tuple[int, SampleMeta]:
         alignments = st.none() | st.builds(Alignment, pairs, pairs)
         measured = Measured(draw(st.floats(0.01, 99)), tuple(draw(alignments) for _ in shapes[1:]))
     of_text = prefix, tensors, phrase, mask_from, ()
-    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, *of_text, measured, worse)
+    return version, SampleMeta(draw(hashes), inputs, prompt, shapes, *of_text, measured, worse, slider)
 
 
 @given(samples())

@@ -322,7 +322,7 @@ def test_inspect_says_that_they_are_to_be_generated(controls: Path, tmp_path: Pa
     )
     refused(
         run("qwen-cache", "migrate", "v2", "v1", out, "--out", tmp_path / "v1"),
-        "format v1 has no edit masks, attention, seeds, rejected images or images to generate, "
+        "format v1 has no edit masks, attention, seeds, rejected images, directions of sliders or images to generate, "
         "but this cache does (found prompt-1)",
     )
     strip = by_name(out)["prompt-1"].numpy("thumbnails")

@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from qwen_cache.format.directory import STAGING
-from qwen_cache.format.identity import Inputs, content_hash, dataset_identity, recipe_id
+from qwen_cache.format.identity import Inputs, Slider, content_hash, dataset_identity, recipe_id
 from qwen_cache.format.index import INDEX_NAME, index_schema
 from qwen_cache.format.manifest import CHECKSUM, MANIFEST_NAME, IndexFile, Manifest, Recipe, Shard, with_checksum
 from qwen_cache.format.measured import Alignment, Measured
@@ -81,6 +81,7 @@ def sample(
     seed: int | None = None,
     measured: Measured | None = None,
     rejected: bool = False,
+    slider: bool = False,
 ) -> dict[str, Any]:
     """The metadata of a sample; one without `target` is an image to generate."""
     shapes = ((1, 4, 6), *((1, 2, 3 + i) for i in range(controls)))
@@ -92,6 +93,8 @@ def sample(
         del tensors["image_latents"]
     if rejected:
         tensors = {"image_latents": (24, 64), "rejected_latents": (35, 64), **tensors}
+    if slider:
+        tensors |= {"slider_positive_embeds": (9, 3584), "slider_negative_embeds": (10, 3584)}
     specs = {name: TensorSpec("BF16", shape, digest(name)) for name, shape in tensors.items()}
     if mask:
         specs["edit_mask"] = TensorSpec("F32", (24,), digest("edit_mask"))
@@ -106,7 +109,9 @@ def sample(
     phrase = ((8, 10),) if attention else ()
     of_text = prefix, specs, phrase, mask, positions
     rejected_shape = (1, 5, 7) if rejected else None
-    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, *of_text, measured, rejected_shape)
+    direction = Slider("make it 黑白, more", "make it 黑白, less") if slider else None
+    of_images = measured, rejected_shape, direction
+    meta = SampleMeta(digest("recipe"), inputs, "make it 黑白", shapes, *of_text, *of_images)
     return json.loads(meta.to_bytes(format_version))
 
 
@@ -127,6 +132,7 @@ TEXT_ALONE = sample(2, 2, positions=(7, 15))
 TO_GENERATE = sample(2, 1, target=None, seed=7)
 MEASURED = sample(2, 2, measured=Measured(1.5, (Alignment((4.0, -0.5), (0.01, 0.01)), None)))
 REJECTED = sample(2, 1, rejected=True)
+SLIDER = sample(2, 1, slider=True)
 VALID = {
     "empty.cache.v1.json": without_checksum(manifest(1, 0)),
     "small.cache.v1.json": without_checksum(manifest(1, 3)),
@@ -148,6 +154,8 @@ VALID = {
     "to-generate-from-text.sample.v2.json": sample(2, 0, target=None),
     "rejected.sample.v2.json": REJECTED,
     "rejected-of-text-to-image.sample.v2.json": sample(2, 0, rejected=True),
+    "slider.sample.v2.json": SLIDER,
+    "slider-to-generate-from-text.sample.v2.json": sample(2, 0, target=None, slider=True),
 }
 INVALID = {
     "F1-another-format.cache.v2.json": broken(CACHE, lambda v: v.update(format="webdataset")),
@@ -225,6 +233,20 @@ INVALID = {
     "F12-rejected-of-two-frames.sample.v2.json": broken(REJECTED, lambda v: v.update(rejected_shape=[5, 1, 7])),
     "F13-rejected-in-float32.sample.v2.json": broken(
         REJECTED, lambda v: v["tensors"]["rejected_latents"].update(dtype="F32")
+    ),
+    "F3-slider-in-v1.sample.v1.json": broken(sample(1, 1), lambda v: v.update(slider=SLIDER["slider"])),
+    "F9-slider-without-negative.sample.v2.json": broken(SLIDER, lambda v: v["slider"].pop("negative")),
+    "F10-slider-changed.sample.v2.json": broken(SLIDER, lambda v: v["slider"].update(negative="make it red")),
+    "F11-no-slider-embeds.sample.v2.json": broken(SLIDER, lambda v: v["tensors"].pop("slider_negative_embeds")),
+    "F11-slider-embeds-of-no-slider.sample.v2.json": broken(SLIDER, lambda v: v.pop("slider")),
+    "F11-slider-embeds-in-v1.sample.v1.json": broken(
+        sample(1, 1), lambda v: v["tensors"].update(slider_positive_embeds=SLIDER["tensors"]["slider_positive_embeds"])
+    ),
+    "F12-slider-embeds-of-another-width.sample.v2.json": broken(
+        SLIDER, lambda v: v["tensors"]["slider_positive_embeds"].update(shape=[9, 64])
+    ),
+    "F13-slider-embeds-in-float32.sample.v2.json": broken(
+        SLIDER, lambda v: v["tensors"]["slider_negative_embeds"].update(dtype="F32")
     ),
     "F3-unknown-key.sample.v2.json": {**SAMPLE, "caption_language": "en"},
     "F4-counts-disagree.cache.v2.json": broken(CACHE, lambda v: v["index"].update(samples=4)),
@@ -306,6 +328,7 @@ def make(
     recipe: dict[str, Any] = RECIPE,
     measured: Measured | None = None,
     rejected: tuple[int, int] | None = None,
+    slider: Slider | None = None,
 ) -> ExampleSample:
     """A sample with images of these sizes (h, w), the target first; `rows` of the prompt and the empty prompt."""
     shapes = tuple((1, h, w) for h, w in sizes)
@@ -315,6 +338,7 @@ def make(
     shape_of |= {"control_latents": (token_count(shapes[1:]), 64)} if len(shapes) > 1 else {}
     shape_of |= {"prompt_embeds": (rows[0], WIDTH)}
     shape_of |= {"empty_prompt_embeds": (rows[1], WIDTH)} if rows[1] else {}
+    shape_of |= {"slider_positive_embeds": (4, WIDTH), "slider_negative_embeds": (5, WIDTH)} if slider else {}
     arrays = {each: numbers(f"{name} {each}", shape) for each, shape in shape_of.items()}
     if mask:
         arrays["edit_mask"] = np.linspace(0, 1, token_count(shapes[:1]), dtype=np.float32)
@@ -329,7 +353,8 @@ def make(
     worse = digest(f"{name} rejected") if rejected else None
     inputs = Inputs(target, controls, digest(f"{name} mask") if mask else None, seed, worse)
     of_text = prefix, {}, (), "file" if mask else None, positions
-    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, *of_text, measured, rejected_shape)
+    of_images = measured, rejected_shape, slider
+    meta = SampleMeta(recipe_id(recipe), inputs, prompt, shapes, *of_text, *of_images)
     return with_arrays(ExampleSample(name, meta, {}, {}), arrays)
 
 
@@ -463,11 +488,19 @@ REJECTED_V2 = [
     compressed(make("mask", TOGETHER, (2, 2), (1, 2), prefix=3, mask=True, rejected=(2, 2)), "rejected_latents"),
     make("no rejected image", "make it day", (1, 1), (1, 1), prefix=2),
 ]
+OLDER = Slider("an old face", "a young face")
+SLIDER_V2 = [
+    make("edit", "a face", (2, 3), (3, 2), prefix=4, thumbnails=grey_jpeg, slider=OLDER),
+    make("words alone", "a face", (1, 3), to_generate=True, seed=0, slider=OLDER),
+    compressed(make("target", "a face", (1, 3), slider=OLDER), "slider_positive_embeds"),
+    make("no slider", "make it day", (1, 1), (1, 1), prefix=2),
+]
 VALID_CACHES = {
     "cache.v1": (1, CACHE_V1),
     "cache.v2": (2, CACHE_V2),
     "measured.v2": (2, MEASURED_V2),
     "rejected.v2": (2, REJECTED_V2),
+    "slider.v2": (2, SLIDER_V2),
     "to-generate.v2": (2, TO_GENERATE_V2),
 }
 SHARD_SIZE = 8000  # two samples

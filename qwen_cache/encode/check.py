@@ -44,7 +44,7 @@ from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import differences, recipe_id
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
-from qwen_cache.format.sample import SampleMeta
+from qwen_cache.format.sample import WITHOUT_PREFIX, SampleMeta
 from qwen_cache.format.staging import finished_samples
 from qwen_cache.format.update import Existing, Update, by_position, plan_update
 from qwen_cache.format.verify import damaged_shards
@@ -110,15 +110,14 @@ class Difference:
 
 
 def arrays(meta: SampleMeta, data: Mapping[str, memoryview]) -> dict[str, Array]:
-    """The tensors of an encoded sample as readers give them: the empty prompt with its shared prefix."""
+    """The tensors of an encoded sample as readers give them: embeddings with their shared prefix."""
     found = {
         name: np.frombuffer(data[name], DTYPES[spec.dtype]).reshape(spec.shape)
         for name, spec in meta.tensors.items()
         if name != NOT_COMPARED
     }
-    if "empty_prompt_embeds" in found and meta.prefix_length:
-        prefix = found["prompt_embeds"][: meta.prefix_length]
-        found["empty_prompt_embeds"] = np.concatenate([prefix, found["empty_prompt_embeds"]])
+    for name in WITHOUT_PREFIX & found.keys():
+        found[name] = np.concatenate([found["prompt_embeds"][: meta.prefix_length], found[name]])
     return found
 
 

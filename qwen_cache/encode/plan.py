@@ -561,8 +561,8 @@ def _samples_of(
     count = 1 + len(row.controls)
     for choice in choices:
         sizes, (rejected_size, *_) = _shared(choice[:count]), (*choice[count:], None)
-        shapes, rejected_shape = img_shapes(sizes), img_shapes(choice[count:])
-        key = sample_key(rules.recipe_id, inputs, row.prompt, shapes, row.phrase, *rejected_shape)
+        shapes, (rejected_shape, *_) = img_shapes(sizes), (*img_shapes(choice[count:]), None)
+        key = sample_key(rules.recipe_id, inputs, row.prompt, shapes, row.phrase, rejected_shape)
         samples.append(PlannedSample(row, inputs, key, sizes, own, rejected_size=rejected_size))
     problems = [] if all(each.key in cached for each in samples) else _decode(row, images, mask, rejected, rules)
     problems += _text_problems(row, originals, [each.sizes for each in samples], rules)

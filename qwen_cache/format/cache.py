@@ -35,11 +35,19 @@ from qwen_cache.errors import (
 from qwen_cache.extras import install_command
 from qwen_cache.format import directory
 from qwen_cache.format.directory import load_index
-from qwen_cache.format.identity import content_hash, copy_hashed
+from qwen_cache.format.identity import Slider, content_hash, copy_hashed
 from qwen_cache.format.index import INDEX_NAME, IndexRow, index_row, record_reader
 from qwen_cache.format.manifest import MANIFEST_NAME, Fields, Manifest, Recipe
 from qwen_cache.format.rows import KeyedRows, Keys, hash_words, taken
-from qwen_cache.format.sample import ImgShape, ImgShapes, SampleMeta, TensorSpec, decode, parse_sample
+from qwen_cache.format.sample import (
+    WITHOUT_PREFIX,
+    ImgShape,
+    ImgShapes,
+    SampleMeta,
+    TensorSpec,
+    decode,
+    parse_sample,
+)
 from qwen_cache.format.shard import ALIGNMENT, MAX_HEADER, Entry, check_tensors, safetensors_header, tensor_data
 from qwen_cache.settings.sections import LOCAL_COPIES_SIZE, CacheConfig
 from qwen_cache.storage.files import is_cut_short
@@ -434,17 +442,20 @@ class Cache:
 class Sample:
     """One sample. `sample["image_latents"]` is a torch tensor, `sample.numpy("image_latents")` a NumPy array.
 
-    With S image tokens of the target, Sr of the rejected image, Sc of all controls, L and L0 tokens of the prompt and
-    of the empty prompt (those of the controls included), and D the width of the text encoder, the tensors are:
+    With S image tokens of the target, Sr of the rejected image, Sc of all controls, L, L0, Lp and Ln tokens of the
+    prompt, the empty prompt, and the positive and negative prompt of a slider's direction (those of the controls
+    included), and D the width of the text encoder, the tensors are:
 
-        image_latents        [S, 64]    normalised and packed (2×2 patches), in raster order; with a target only
-        rejected_latents     [Sr, 64]   the same for the image that is worse than the target; optional
-        control_latents      [Sc, 64]   the same for all controls, one after another; with controls only
-        prompt_embeds        [L, D]     unpadded
-        empty_prompt_embeds  [L0, D]    for caption dropout; optional
-        edit_mask            [S]        the edited fraction of each token, float32 in 0..1; optional
-        attention            [C, h, w]  experimental: of the phrase on the first control, float16 in 0..1; optional
-        thumbnails           [n]        the bytes of a JPEG or WebP, uint8; optional
+        image_latents           [S, 64]    normalised and packed (2×2 patches), in raster order; with a target only
+        rejected_latents        [Sr, 64]   the same for the image that is worse than the target; optional
+        control_latents         [Sc, 64]   the same for all controls, one after another; with controls only
+        prompt_embeds           [L, D]     unpadded
+        empty_prompt_embeds     [L0, D]    for caption dropout; optional
+        slider_positive_embeds  [Lp, D]    of the positive prompt of a slider's direction; optional
+        slider_negative_embeds  [Ln, D]    of its negative prompt; both are there, or neither
+        edit_mask               [S]        the edited fraction of each token, float32 in 0..1; optional
+        attention               [C, h, w]  experimental: of the phrase on the first control, float16 in 0..1; optional
+        thumbnails              [n]        the bytes of a JPEG or WebP, uint8; optional
 
     C is layers × heads; h×w is the text encoder's grid. Latents and embeddings are bfloat16 or float32.
 
@@ -480,7 +491,7 @@ class Sample:
         return name in self.row.meta.tensors
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor as it is stored, without reading it: `empty_prompt_embeds` without its shared rows."""
+        """The shape of a tensor as it is stored, without reading it: `WITHOUT_PREFIX` are without their shared rows."""
         return self.row.meta.tensors[name].shape
 
     def dtype(self, name: str) -> str:
@@ -496,6 +507,11 @@ class Sample:
     def rejected_shape(self) -> ImgShape | None:
         """`(1, h, w)` in tokens of 16×16 pixels: the rejected image; None if the sample has none."""
         return self.row.meta.rejected_shape
+
+    @property
+    def slider(self) -> Slider | None:
+        """The positive and the negative prompt of a slider's direction; None if the sample has none."""
+        return self.row.meta.slider
 
     def buffer(self, name: str) -> memoryview:
         """The checked bytes of a tensor, as in `stored`; a view of the shard unless the tensor is compressed."""
@@ -558,7 +574,7 @@ class Sample:
         return self._shards.folder / self.row.shard
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored, without a copy: `empty_prompt_embeds` of v2 without its shared prefix."""
+        """A tensor as it is stored, without a copy: `WITHOUT_PREFIX` of v2 are without their shared prefix."""
         _require_torch(name)
         import torch
 
@@ -573,7 +589,7 @@ class Sample:
         return array
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """A tensor, without a copy; only `empty_prompt_embeds` of v2 is joined with its shared prefix."""
+        """A tensor, without a copy; only `WITHOUT_PREFIX` of v2 are joined with their shared prefix."""
         stored = self.stored(name)
         if prefix := self._shared_rows(name):
             import torch
@@ -599,7 +615,7 @@ class Sample:
 
     def _shared_rows(self, name: str) -> int:
         """The number of rows of `prompt_embeds` that the stored tensor omits at its beginning."""
-        return self.row.meta.prefix_length if name == "empty_prompt_embeds" else 0
+        return self.row.meta.prefix_length if name in WITHOUT_PREFIX else 0
 
 
 def _require_torch(name: str) -> None:

@@ -34,8 +34,8 @@ from qwen_cache.storage.stores import store_of
 #
 # Both versions describe a sample equally, so keys and recipes stay the same. Every tensor is checked before it is
 # rewritten, one sample at a time; the old dataset stays valid until the commit, and an interrupted run continues where
-# it stopped. The migration of a v1 build is, byte for byte, what a v2 build writes. Samples with an edit mask or a
-# rejected image, and images to generate, cannot become v1.
+# it stopped. The migration of a v1 build is, byte for byte, what a v2 build writes. Samples with an edit mask, a
+# rejected image or the direction of a slider, and images to generate, cannot become v1.
 
 AFTER_PROMPT = 5
 """Tokens of every template after the prompt (`<|im_end|>\\n<|im_start|>assistant\\n`); they are never shared rows."""
@@ -65,8 +65,8 @@ def plan_migration(source: Location, target: Location, old: int, new: int) -> Up
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
             raise ConfigError(
-                f"format v{new} has no edit masks, attention, seeds, rejected images or images to generate, "
-                "but this cache does",
+                f"format v{new} has no edit masks, attention, seeds, rejected images, directions of sliders or images "
+                "to generate, but this cache does",
                 where=source,
                 found=", ".join(names[:SHOWN]) + more,
                 do=f"stay with v{given.manifest.format_version}, or build without them",

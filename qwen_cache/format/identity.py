@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -69,6 +69,13 @@ Phrase = tuple[tuple[int, int], ...]
 """The characters of a prompt that say where the edit is: spans `[from, to)`, in order."""
 
 
+class Slider(NamedTuple):
+    """The direction of a slider: a prompt with more of its attribute than the sample's own, and one with less."""
+
+    positive: str
+    negative: str
+
+
 def sample_key(
     recipe: str,
     inputs: Inputs,
@@ -76,14 +83,16 @@ def sample_key(
     img_shapes: Sequence[Sequence[int]],
     phrase: Phrase = (),
     rejected_shape: Sequence[int] | None = None,
+    slider: Slider | None = None,
 ) -> str:
     """The key of a sample: content (target, controls in order, mask, prompt), sizes in tokens, and recipe id.
 
-    The sizes are part of it because a recipe may make several samples of one content. A phrase, a seed and a rejected
-    image are part of it if they are given.
+    The sizes are part of it because a recipe may make several samples of one content. A phrase, a seed, a rejected
+    image and the direction of a slider are part of it if they are given.
     """
     value = {"recipe": recipe, "prompt": prompt, "img_shapes": [list(shape) for shape in img_shapes]}
-    marked = {"phrase": [list(span) for span in phrase]} if phrase else {}
+    marked: dict[str, Any] = {"phrase": [list(span) for span in phrase]} if phrase else {}
+    marked |= {"slider": slider._asdict()} if slider else {}
     rejected = {"rejected_shape": list(rejected_shape)} if rejected_shape else {}
     return content_hash(canonical_json({**value, **marked, **rejected, **inputs.to_json()}))
 

@@ -15,11 +15,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from qwen_cache.errors import IndexFileError, SampleKeyError
-from qwen_cache.format.identity import HASH_PATTERN, Inputs
+from qwen_cache.format.identity import HASH_PATTERN, Inputs, Slider
 from qwen_cache.format.measured import MEASURED, MEASURED_TYPE, parse_measured
 from qwen_cache.format.sample import (
     MAX_RATIO,
     PIXELS_PER_TOKEN,
+    SLIDER_EMBEDS,
     TENSORS,
     ImgShapes,
     SampleMeta,
@@ -248,6 +249,8 @@ ROW_GROUP = 1 << 16  # rows that are written and read at a time: 80 MB
 PARSED = 1 << 12  # rows that are Python objects at a time, at 8 kB each
 KEY_DIGITS = 12  # of a key in messages: enough to find the sample in a million
 SEED, REJECTED, REJECTED_SHAPE, REJECTED_LATENTS = "seed", "rejected", "rejected_shape", "rejected_latents"
+SLIDER = ("slider_positive", "slider_negative")
+"""The columns of the two prompts of a slider's direction."""
 
 _TENSOR = pa.struct(
     [
@@ -265,6 +268,8 @@ OPTIONAL: dict[str, pa.DataType] = {
     REJECTED: pa.string(),
     REJECTED_SHAPE: pa.list_(pa.int32()),
     REJECTED_LATENTS: _TENSOR,
+    **dict.fromkeys(SLIDER, pa.string()),
+    **dict.fromkeys(SLIDER_EMBEDS, _TENSOR),
 }
 """Columns that an index has only if a sample has a value there; none in format v1."""
 NULLABLE = {1: {"mask", *TENSORS[1]}, 2: {"target", "mask", "edit_mask_from", *OPTIONAL, *TENSORS[2]}}
@@ -344,6 +349,7 @@ def optional_columns(samples: Iterable[SampleMeta]) -> set[str]:
         found |= {SEED} if meta.inputs.seed is not None else set()
         found |= {MEASURED} if meta.measured is not None else set()
         found |= {REJECTED, REJECTED_SHAPE, REJECTED_LATENTS} if meta.inputs.rejected is not None else set()
+        found |= {*SLIDER, *SLIDER_EMBEDS} if meta.slider is not None else set()
     return found
 
 
@@ -546,7 +552,12 @@ def _index_row(record: dict[str, Any], format_version: int, where: str) -> Index
     of_text = prefix, tensors, phrase, mask_from, positions
     rejected = record.get(REJECTED_SHAPE)
     rejected_shape = (int(rejected[0]), int(rejected[1]), int(rejected[2])) if rejected else None
-    meta = SampleMeta(recipe, inputs, prompt, shapes, *of_text, measured, rejected_shape)
+    prompts = [record.get(name) for name in SLIDER]
+    if prompts.count(None) == 1:
+        what = "a sample has one of the two prompts of a slider's direction"
+        raise IndexFileError(what, where=where, expected=" and ".join(SLIDER), found=SLIDER[prompts[0] is None])
+    slider = None if None in prompts else Slider(*map(str, prompts))
+    meta = SampleMeta(recipe, inputs, prompt, shapes, *of_text, measured, rejected_shape, slider)
     images = [digest for digest in (inputs.target, inputs.mask, inputs.rejected) if digest is not None]
     hashes = [meta.recipe, *images, *inputs.controls, *(spec.xxh3_128 for spec in tensors.values())]
     if not all(map(HASH_PATTERN.fullmatch, hashes)):
@@ -600,6 +611,7 @@ def _to_record(row: IndexRow, format_version: int) -> dict[str, Any]:
         record |= {"image_positions": list(meta.image_positions)}
         record |= {MEASURED: meta.measured.to_json() if meta.measured else None}
         record |= {REJECTED_SHAPE: list(meta.rejected_shape) if meta.rejected_shape else None}
+        record |= dict(zip(SLIDER, meta.slider or (None, None), strict=True))
     for name, offset in entry.tensor_offsets().items():
         spec = meta.tensors[name]
         record[name] = {**spec.to_json(), "offset": offset, "length": spec.stored_bytes}

@@ -23,7 +23,7 @@ from qwen_cache.errors import (
     TensorSetError,
     VersionError,
 )
-from qwen_cache.format.identity import Inputs, Phrase, canonical_json, sample_key
+from qwen_cache.format.identity import Inputs, Phrase, Slider, canonical_json, sample_key
 from qwen_cache.format.manifest import Fields, check_version
 from qwen_cache.format.measured import MEASURED, Measured, parse_measured
 
@@ -148,17 +148,21 @@ def decode(stored: memoryview, spec: TensorSpec, where: str) -> memoryview:
 # Format v1 stores them in pixels (`height`, `width`, `height_control`, …); in memory both versions have `img_shapes`.
 #
 # A sample without target is an image to generate: it has no `image_latents`, and `img_shapes` begins with its size.
-# One with a rejected image, which is worse than its target, has the size of it in `rejected_shape`.
+# One with a rejected image, which is worse than its target, has the size of it in `rejected_shape`. One with the
+# direction of a slider has two further prompts about the same images, in `slider`, and their embeddings.
 
 EMBEDDING_DTYPES = ("BF16", "F32")
 LATENT_CHANNELS = 64  # 16 channels of the VAE × a patch of 2×2
 PIXELS_PER_TOKEN = 16  # 8× by the VAE, 2× by packing
 TENSORS_V1 = ("image_latents", "control_latents", "prompt_embeds", "empty_prompt_embeds")
+SLIDER_EMBEDS = ("slider_positive_embeds", "slider_negative_embeds")
 TENSORS = {
     1: TENSORS_V1,
-    2: ("image_latents", "rejected_latents", *TENSORS_V1[1:], "edit_mask", "attention", "thumbnails"),
+    2: ("image_latents", "rejected_latents", *TENSORS_V1[1:], *SLIDER_EMBEDS, "edit_mask", "attention", "thumbnails"),
 }
 """The tensors of each format version, in the order of storage."""
+WITHOUT_PREFIX = {"empty_prompt_embeds", *SLIDER_EMBEDS}
+"""Embeddings that are stored without the `prefix_length` rows that they share with `prompt_embeds`."""
 OPTIONAL = {"empty_prompt_embeds", "edit_mask", "attention", "thumbnails"}
 UNIT_RANGE = {"edit_mask": "F32", "attention": "F16"}
 """Tensors whose numbers are from 0 to 1, and their dtypes."""
@@ -175,8 +179,8 @@ ImgShapes = tuple[ImgShape, ...]
 class SampleMeta:
     """The metadata of a sample: the member `<key>.json`.
 
-    The empty prompt's embeddings begin with the first `prefix_length` rows of `prompt_embeds`; only the rows after them
-    are stored as `empty_prompt_embeds`. It is 0 in v1, which stores the empty prompt whole.
+    The embeddings of `WITHOUT_PREFIX` begin with the first `prefix_length` rows of `prompt_embeds`; only the rows after
+    them are stored. It is 0 in v1, which stores the empty prompt whole.
 
     `image_positions` is given where the embeddings hold text alone: for each control the number of rows before it.
     """
@@ -192,10 +196,12 @@ class SampleMeta:
     image_positions: tuple[int, ...] = ()
     measured: Measured | None = None
     rejected_shape: ImgShape | None = None
+    slider: Slider | None = None
 
     @cached_property
     def key(self) -> str:
-        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, self.phrase, self.rejected_shape)
+        optional = self.phrase, self.rejected_shape, self.slider
+        return sample_key(self.recipe, self.inputs, self.prompt, self.img_shapes, *optional)
 
     @property
     def stored_shapes(self) -> ImgShapes:
@@ -226,6 +232,7 @@ class SampleMeta:
             value |= {"image_positions": list(self.image_positions)} if self.image_positions else {}
             value |= {MEASURED: {"must_understand": False, **self.measured.to_json()}} if self.measured else {}
             value |= {"rejected_shape": list(self.rejected_shape)} if self.rejected_shape else {}
+            value |= {"slider": self.slider._asdict()} if self.slider else {}
         return canonical_json(value)
 
 
@@ -274,7 +281,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
     tensors = _parse_tensors(fields.take("tensors", dict), version, f"{where}: tensors")
     prefix_length, phrase, mask_from = 0, Phrase(), None
     positions: tuple[int, ...] = ()
-    measured, rejected_shape = None, None
+    measured, rejected_shape, slider = None, None, None
     if version == 1:
         img_shapes = _parse_pixel_sizes(fields)
     else:
@@ -288,6 +295,10 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
             measured = parse_measured(fields.take(MEASURED, dict), where)
         if "rejected_shape" in fields.left:
             (rejected_shape,) = _parse_img_shapes([fields.take("rejected_shape", list)], where, "rejected_shape")
+        if "slider" in fields.left:
+            prompts = Fields(fields.take("slider", dict), f"{where}: slider", MemberError)
+            slider = Slider(*(prompts.take(name, str) for name in Slider._fields))
+            prompts.finish()
     fields.finish()
     meta = SampleMeta(
         recipe,
@@ -301,6 +312,7 @@ def parse_sample(data: bytes | memoryview, where: str, format_version: int | Non
         positions,
         measured,
         rejected_shape,
+        slider,
     )
     check_shapes(meta, where)
     if meta.key != key:
@@ -321,6 +333,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
     needed = {"prompt_embeds"} | ({"image_latents"} if meta.inputs.target else set())
     needed |= {"control_latents"} if len(meta.img_shapes) > 1 else set()
     needed |= {"rejected_latents"} if meta.inputs.rejected else set()
+    needed |= {*SLIDER_EMBEDS} if meta.slider else set()
     if missing := needed - tensors.keys():
         raise TensorSetError(f"{', '.join(sorted(missing))} missing", where=where)
     if extra := tensors.keys() - needed - OPTIONAL:
@@ -329,8 +342,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         raise ShapeError("prompt_embeds must be [L, D]", where=where, found=list(tensors["prompt_embeds"].shape))
     text, width = tensors["prompt_embeds"].shape
     target, controls = token_count(meta.img_shapes[:1]), token_count(meta.img_shapes[1:])
-    empty = tensors.get("empty_prompt_embeds")
-    suffix = empty.shape[0] if empty and empty.shape else 0
+    rows = {name: spec.shape[0] for name, spec in tensors.items() if spec.shape}
     stack, strip = tensors.get("attention"), tensors.get("thumbnails")
     if stack and len(stack.shape) != 3:
         raise ShapeError("attention must be [C, h, w]", where=where, found=list(stack.shape))
@@ -341,7 +353,7 @@ def check_shapes(meta: SampleMeta, where: str) -> None:
         "rejected_latents": (token_count([meta.rejected_shape or ()]), LATENT_CHANNELS),
         "control_latents": (controls, LATENT_CHANNELS),
         "prompt_embeds": (text, width),
-        "empty_prompt_embeds": (suffix, width),
+        **{name: (rows.get(name, 0), width) for name in WITHOUT_PREFIX},
         "edit_mask": (target,),
         "attention": stack.shape if stack else (),
         "thumbnails": strip.shape if strip else (),
