@@ -24,7 +24,7 @@ from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample, open_recipes
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN, Manifest, Shard
-from qwen_cache.format.sample import PIXELS_PER_TOKEN
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, SLIDER_EMBEDS
 from qwen_cache.html.grid import make_grid
 from qwen_cache.inspect.flags import stored_thumbnails
 from qwen_cache.models.family import PIPELINES, family_of_recipe
@@ -218,6 +218,7 @@ def _samples(cache: Cache) -> Iterator[tuple[str, str]]:
     for column, what in (
         ("edit_mask", "with an edit mask"),
         ("empty_prompt_embeds", "with the embeddings of the empty prompt"),
+        (SLIDER_EMBEDS[0], "with the direction of a slider"),
     ):
         if column in cache.table.column_names:
             yield what, str(len(cache) - cache.table[column].null_count)

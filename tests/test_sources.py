@@ -766,15 +766,15 @@ ALIASES = [(role, alias) for known in KNOWN for role, aliases in known.items() f
 @pytest.mark.parametrize(("role", "alias"), ALIASES)
 def test_every_column_name_is_known_and_documented(tmp_path: Path, role: str, alias: str) -> None:
     columns = {"target": "path_target", "control": "path_control", "mask": "path_mask", "prompt": "prompt"}
-    columns = {**columns, "phrase": "phrase", "rejected": "rejected", role: alias}
+    columns |= {name: name for name in ("phrase", "rejected", "positive_prompt", "negative_prompt")} | {role: alias}
     prompt = ["red"] if alias in LIST_COLUMNS else "red"
-    values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed", "r/1.png"]
+    values = ["t/1.png", "c/1.png", "m/1.png", prompt, "ed", "r/1.png", "more", "less"]
     path = table(tmp_path, "a.jsonl", json.dumps(dict(zip(columns.values(), values, strict=True))))
     [row], problems = edit(path)
     assert problems == []
     found = paths(row.target, *row.controls, row.mask, row.rejected)
     assert found == [tmp_path / f"{folder}/1.png" for folder in "tcmr"]
-    assert (row.prompt, row.phrase) == ("red", ((1, 3),))
+    assert (row.prompt, row.phrase, row.slider) == ("red", ((1, 3),), ("more", "less"))
     documented = re.search(rf"^    {role} (.*?)^(    [a-z]|$)", source.__doc__ or "", re.DOTALL | re.MULTILINE)
     assert documented
     assert alias in re.findall(r"\w+", documented[0])

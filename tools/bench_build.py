@@ -266,7 +266,7 @@ class UnsharedPrefix(Encoder[TextRequest, EncodedText]):
         self.device, self.batch_tokens = text.device, 1
 
     def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
-        ((inputs, prompt, _),) = requests
+        ((inputs, prompt, *_),) = requests
         prefix_of_empty, prefix_of_prompt = (self.text.read([inputs]) for _ in range(2))
         (empty,) = self.text.embed(prefix_of_empty, [(0, "", None)])
         (rest,) = self.text.embed(prefix_of_prompt, [(0, prompt, None)])

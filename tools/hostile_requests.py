@@ -23,7 +23,7 @@ from PIL import Image
 
 MOST_BYTES = 3_000_000  # of what is repeated
 BOUNDARY = b"a-boundary"
-TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
+TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase", "positive_prompt", "negative_prompt")
 IMAGES = ("target", "control", "mask", "rejected")
 NUMBERS = "0 1 2 10 15 16 17 96 1048576 1048577 9223372036854775807 9223372036854775808 18446744073709551616 -1 +1 1e3"
 HOSTILE_NUMBERS = (*NUMBERS.split(), "1e999", "NaN", "0x10", "٣", "²", "1_000", " 7 ", "9" * 19, "9" * 20, "9" * 5000)

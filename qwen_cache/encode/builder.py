@@ -225,16 +225,17 @@ def read_job(
     settings = reading(config.data, model) | {"captions": Captions.of(config.data)}
     content = read_content(location(source), **settings)
     rows, problems = content.rows, content.problems
-    if config.cache.format == "v1" and (worse := [row.name for row in rows if row.rejected]):
-        found, do = f"{plural(len(worse), 'row')}, such as {worse[0]}", "build with --format v2"
-        raise ConfigError("format v1 cannot hold rejected images", where=source, found=found, do=do)
+    unfit = [(row.name, what) for row in rows if (what := not_in_v1(row))] if config.cache.format == "v1" else []
+    if unfit:
+        found, do = f"{plural(len(unfit), 'row')}, such as {unfit[0][0]}", "build with --format v2"
+        raise ConfigError(f"format v1 cannot hold {unfit[0][1]}", where=source, found=found, do=do)
     source_slice, sliced = SourceSlice.parse(config.data.slice) if config.data.slice else None, None
     if source_slice:
         positions = {row.name: i for i, row in enumerate(rows)}
         rows = source_slice.take(rows)
         sliced = SlicedSource(positions, frozenset(row.name for row in rows), is_complete=not problems)
         problems = source_slice.take(problems)
-    if unusable := check(rows):
+    if unusable := [*check(rows), *check_sizes(model, rows)]:
         places = {problem.where for problem in unusable}
         rows = [row for row in rows if row.where not in places]
     return BuildJob(
@@ -251,6 +252,12 @@ def read_job(
         rows_left_out=content.left_out,
         notices=content.notices,
     )
+
+
+def not_in_v1(row: Row) -> str | None:
+    """The first part of a row for which format v1 has no place; None if there is none."""
+    parts = {"rejected images": row.rejected, "directions of sliders": row.slider}
+    return next((what for what, part in parts.items() if part is not None), None)
 
 
 def as_encoded(rows: list[Row], *, masks: bool, phrases: bool, marked: bool | None) -> list[Row]:
@@ -274,8 +281,8 @@ def as_encoded(rows: list[Row], *, masks: bool, phrases: bool, marked: bool | No
 
 def check_tokens(rows: list[Row]) -> list[Problem]:
     """Problems of prompts that the encoder cannot take."""
-    found = ((row, pixel_token(row.prompt)) for row in rows)
-    told = ((row, *pixel_token_told(token)) for row, token in found if token)
+    found = ((row, token) for row in rows for token in filter(None, map(pixel_token, row.prompts)))
+    told = ((row, *pixel_token_told(token)) for row, token in found)
     return [Problem(row.where, f"{row.name}: {what}", do) for row, what, do in told]
 
 
@@ -283,16 +290,26 @@ def check_prompts(model: ModelFolder, rows: list[Row]) -> list[Problem]:
     """Problems of prompts that the encoder cannot take, or that text to image would truncate silently."""
     problems = check_tokens(rows)
     limit = model.facts.template_for(controls=0).max_length
-    rows = [row for row in rows if not row.controls]
-    long = [row for row in rows if limit and len(row.prompt.encode()) > limit // 2]  # a token is at least one byte
+    prompts = ((row, prompt) for row in rows if not row.controls for prompt in row.prompts)
+    long = [each for each in prompts if limit and len(each[1].encode()) > limit // 2]  # a token is at least one byte
     if limit and long:
         from qwen_cache.encode.text import kept_tokens
 
-        for row, length in zip(long, kept_tokens(model, [(row.prompt, ()) for row in long]), strict=True):
+        for (row, _), length in zip(long, kept_tokens(model, [(prompt, ()) for _, prompt in long]), strict=True):
             if length > limit:
                 what = f"{row.name}: the prompt has {length} tokens, the pipeline uses {limit}"
                 problems.append(Problem(row.where, what, "shorten it"))
     return problems
+
+
+def check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
+    """The problems of sizes that the model cannot generate."""
+    step = model.family.pixels_per_step
+    for row in rows:
+        if row.size and row.target is None and any(side % step for side in row.size):
+            near = "×".join(str(max(step, round(side / step) * step)) for side in row.size)
+            what = f"{row.name}: {row.size[0]}×{row.size[1]} cannot be generated: sides are multiples of {step} pixels"
+            yield Problem(row.where, what, f"such as {near}")
 
 
 @without_gc()
@@ -606,6 +623,7 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
     image = sum(token_count(img_shapes([size for _, _, size in sample.images])) for sample in samples)
     family = job.model.family
     text = sum(estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[1] for s in samples)
+    text += sum(estimate_tokens(family, prompt, [])[1] for s in samples for prompt in s.row.slider or ())
     elements = image * LATENT_CHANNELS + text * job.model.text_width
     size = elements * (2 if job.recipe["dtype"] == "bfloat16" else 4)
     size = round(size * (COMPRESSED if job.config.cache.compression == "zstd" else 1)) + len(samples) * HEADER
@@ -616,11 +634,12 @@ def estimate(samples: Sequence[PlannedSample], job: BuildJob) -> Estimate:
 
 
 def most_bytes(sample: PlannedSample, job: BuildJob) -> int:
-    """More bytes than the encoded sample can have: each byte of the prompt is a token, and the text is stored twice."""
+    """More bytes than the encoded sample can have: each byte of a prompt is a token, and the text is stored twice."""
     image, width = token_count(sample.shown_shapes), job.model.text_width
     seen = sum(math.ceil(pixels / job.model.family.pixels_per_text_token) for pixels in job.encoder_pixels(sample))
     text = TEMPLATE + len(sample.row.prompt.encode()) + 2 * seen  # sides are rounded, maybe up
-    numbers = image * (LATENT_CHANNELS + 2) + 2 * text * width  # an edit mask has up to 2 for each token
+    further = sum(TEMPLATE + len(prompt.encode()) for prompt in sample.row.slider or ())
+    numbers = image * (LATENT_CHANNELS + 2) + (2 * text + further) * width  # an edit mask has up to 2 for each token
     return OTHER + numbers * (2 if job.recipe["dtype"] == "bfloat16" else 4)
 
 

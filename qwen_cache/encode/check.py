@@ -321,6 +321,7 @@ def _what_changed(row: IndexRow, sample: PlannedSample | None) -> str:
         return "cannot be used"
     changes = differences(row.meta.inputs, row.meta.prompt, sample.inputs, sample.row.prompt)
     changes += ["phrase"] if row.meta.phrase != sample.row.phrase else []
+    changes += ["slider"] if row.meta.slider != sample.row.slider else []
     return ", ".join(changes) or "size"
 
 

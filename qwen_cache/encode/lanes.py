@@ -25,7 +25,7 @@ from qwen_cache.encode.vae import VaeEncoder
 from qwen_cache.errors import DeviceError
 from qwen_cache.format.identity import content_hash
 from qwen_cache.format.measured import Measured
-from qwen_cache.format.sample import SampleMeta, TensorSpec
+from qwen_cache.format.sample import SLIDER_EMBEDS, SampleMeta, TensorSpec
 from qwen_cache.models.devices import device_module, new_stream, on_stream, reports_memory
 from qwen_cache.models.family import QWEN_IMAGE, Family, estimate_tokens
 from qwen_cache.sources.alignment import measure
@@ -413,6 +413,7 @@ class Lanes(RunningEncoders):
             "control_latents": torch.cat(latents) if latents else None,
             "prompt_embeds": torch.cat([text.prefix, text.prompt]),
             "empty_prompt_embeds": torch.cat([text.prefix, text.empty]) if whole else text.empty,
+            **dict(zip(SLIDER_EMBEDS, text.further, strict=False)),
             "edit_mask": mask.coverage if mask else None,
             "attention": text.attention if self.masks.masks.keep_attention else None,
             "thumbnails": _thumbnails_tensor(work.images) if self.keeps_thumbnails else None,
@@ -430,6 +431,7 @@ class Lanes(RunningEncoders):
             text.image_positions,
             work.measured.result() if work.measured else None,
             work.sample.rejected_shape,
+            row.slider,
         )
         return meta, data
 
@@ -468,7 +470,7 @@ class Lanes(RunningEncoders):
         )
 
     def _encode_text(self, number: int, originals: Originals, sample: PlannedSample) -> Future[EncodedText]:
-        """Embeddings of the prompt about the controls, whose inputs consecutive samples share."""
+        """Embeddings of the prompts about the controls, whose inputs consecutive samples share."""
         row, one_image = sample.row, self.family.one_condition_image
         sizes = sample.sizes[1:] if one_image else [None] * len(row.controls)
         controls = tuple(zip(sample.inputs.controls, sizes, strict=True))
@@ -476,10 +478,12 @@ class Lanes(RunningEncoders):
             images = [(originals.decoded(digest), size) for digest, size in controls]
             self._controls, self._control_inputs = controls, self.decoders.submit(self._inputs_for, images)
         pixels = [size[0] * size[1] if size else self.condition_image_size for size in sizes]
+        further = row.slider or ()
         tokens, _ = estimate_tokens(self.family, row.prompt, pixels)
+        tokens += sum(estimate_tokens(self.family, prompt, [])[0] for prompt in further)
 
         def request(inputs: Inputs) -> TextRequest:
-            return TextRequest(inputs, row.prompt, row.phrase)
+            return TextRequest(inputs, row.prompt, row.phrase, tuple(further))
 
         return self.text.submit(number, self._control_inputs, request, cost=tokens, kind=len(controls))
 

@@ -485,6 +485,7 @@ def _add_reasons(
             if "prompt" in reasons and _without_marks(sample.row.prompt) == old.prompt:
                 reasons[reasons.index("prompt")] = "prompt: [[ ]] are kept now"
             reasons += ["phrase"] if old.phrase != sample.row.phrase else []
+            reasons += ["slider"] if old.slider != sample.row.slider else []
             reasons += [RECIPE + what for what in changed_recipe]
         samples[key] = replace(sample, reasons=tuple(reasons or [NEW]))
 
@@ -562,7 +563,7 @@ def _samples_of(
     for choice in choices:
         sizes, (rejected_size, *_) = _shared(choice[:count]), (*choice[count:], None)
         shapes, (rejected_shape, *_) = img_shapes(sizes), (*img_shapes(choice[count:]), None)
-        key = sample_key(rules.recipe_id, inputs, row.prompt, shapes, row.phrase, rejected_shape)
+        key = sample_key(rules.recipe_id, inputs, row.prompt, shapes, row.phrase, rejected_shape, row.slider)
         samples.append(PlannedSample(row, inputs, key, sizes, own, rejected_size=rejected_size))
     problems = [] if all(each.key in cached for each in samples) else _decode(row, images, mask, rejected, rules)
     problems += _text_problems(row, originals, [each.sizes for each in samples], rules)
@@ -577,7 +578,7 @@ def _samples_of(
 def _text_problems(
     row: Row, originals: Sequence[SourceImage], choices: Sequence[Sequence[Size]], rules: Rules
 ) -> list[Problem]:
-    """The problem of a text that is longer than the RoPE table beside the images of its sample.
+    """The problems of texts that are longer than the RoPE table beside the images of their sample.
 
     A token has at least one byte, so only the longest prompts are tokenized.
     """
@@ -587,12 +588,11 @@ def _text_problems(
     limit = min(family.longest_text(img_shapes(sizes)) for sizes in choices)
     pixels = 0 if family.text_rows_only else rules.condition_image_size
     seen = len(controls) * (2 * pixels // family.pixels_per_text_token + AROUND_IMAGE)
-    if len(row.prompt.encode()) + seen + AROUND_PROMPT <= limit:
-        return []
-    if (length := rules.text_rows(row.prompt, controls)) <= limit:
-        return []
-    what = f"{row.name}: the text has {length} tokens, the transformer takes {limit} beside images of these sizes"
-    return [Problem(row.where, what, "shorten the prompt" + (", or use smaller images" if controls else ""))]
+    long = [prompt for prompt in row.prompts if len(prompt.encode()) + seen + AROUND_PROMPT > limit]
+    lengths = [length for prompt in long if (length := rules.text_rows(prompt, controls)) > limit]
+    what = f"{row.name}: the text has {{}} tokens, the transformer takes {limit} beside images of these sizes"
+    do = "shorten the prompt" + (", or use smaller images" if controls else "")
+    return [Problem(row.where, what.format(length), do) for length in lengths]
 
 
 @lru_cache(1 << 12)

@@ -136,13 +136,18 @@ def plan_devices(job: BuildJob, samples: Sequence[PlannedSample]) -> list[Device
 def _longest(job: BuildJob, samples: Sequence[PlannedSample]) -> TextWork:
     """The prompt with the most tokens, those of its images included."""
     family = job.model.family
-    longest = max(samples, key=lambda s: estimate_tokens(family, s.row.prompt, job.encoder_pixels(s))[0])
+
+    def tokens(prompt: str, sample: PlannedSample) -> int:
+        return estimate_tokens(family, prompt, job.encoder_pixels(sample))[0]
+
+    prompts = ((prompt, sample) for sample in samples for prompt in sample.row.prompts)
+    prompt, longest = max(prompts, key=lambda each: tokens(*each))
     controls = longest.sizes[1:]
     if not family.one_condition_image:
         count = len(longest.row.controls)
         originals = longest.originals[len(longest.originals) - count :]
         controls = tuple(calculate_dimensions(job.condition_image_size, size) for size in originals)
-    return TextWork(controls, estimate_tokens(family, longest.row.prompt, [])[0])
+    return TextWork(controls, estimate_tokens(family, prompt, [])[0])
 
 
 def _planned(job: BuildJob, cache: CacheConfig, image: Size | None, work: TextWork) -> list[DevicePlan]:

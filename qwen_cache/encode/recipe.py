@@ -171,7 +171,7 @@ def bare_key(sample: SampleMeta | PlannedSample) -> str:
     """The key of a sample's content without recipe and mask."""
     text = sample if isinstance(sample, SampleMeta) else sample.row
     inputs = replace(sample.inputs, mask=None)
-    return sample_key("", inputs, text.prompt, sample.img_shapes, text.phrase, sample.rejected_shape)
+    return sample_key("", inputs, text.prompt, sample.img_shapes, text.phrase, sample.rejected_shape, text.slider)
 
 
 def _without_masks(recipe: dict[str, Any]) -> dict[str, Any]:

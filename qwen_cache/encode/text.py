@@ -60,14 +60,17 @@ class EncodedText:
     """Attention of the prompt's phrase on the first image, in float16; C is layers × heads."""
     image_positions: tuple[int, ...] = ()
     """The places of rows of image tokens that are left out: for each image the number of rows before it."""
+    further: tuple[Float[torch.Tensor, "_ D"], ...] = ()
+    """Those of each further prompt after `prefix`."""
 
 
 class TextRequest(NamedTuple):
-    """A prompt about the images of `inputs`; an empty phrase stands for the whole prompt."""
+    """A prompt about the images of `inputs`, and further ones; an empty phrase stands for the whole prompt."""
 
     inputs: Inputs
     prompt: str
     phrase: Phrase
+    further: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,21 @@ class LastRead:
     prefixes: Prefixes
     empties: list[Float[torch.Tensor, "_ D"]]
 
-    def encoded(self, rows: Sequence[int], suffixes: Sequence[Suffix]) -> list[EncodedText]:
-        prefixes = self.prefixes
+    def encoded(
+        self, rows: Sequence[int], requests: Sequence[TextRequest], suffixes: Sequence[Suffix]
+    ) -> list[EncodedText]:
+        """The text of each request; `suffixes` are those of `_prompts`."""
+        prefixes, following = self.prefixes, iter(suffixes)
         return [
             EncodedText(
-                prefixes.embeds[row], suffix.embeds, self.empties[row], suffix.attention, prefixes.image_positions[row]
+                prefixes.embeds[row],
+                (own := next(following)).embeds,
+                self.empties[row],
+                own.attention,
+                prefixes.image_positions[row],
+                tuple(next(following).embeds for _ in request.further),
             )
-            for row, suffix in zip(rows, suffixes, strict=True)
+            for row, request in zip(rows, requests, strict=True)
         ]
 
 
@@ -304,7 +315,7 @@ class TextEncoder:
                 )
 
     def encode(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
-        """The embeddings of each prompt about its images, and of the empty prompt about the same images.
+        """The embeddings of each prompt about its images, and of the empty and further ones about the same images.
 
         Requests whose inputs are one object share one prefix; the prefix of the last call is reused.
         """
@@ -313,13 +324,13 @@ class TextEncoder:
         inputs = [requests[rows.index(number)].inputs for number in range(len(numbers))]
         if self._last is not None and len(inputs) == 1 and inputs[0] is self._last.inputs:
             rows = [len(self._last.empties) - 1] * len(requests)
-            return self._last.encoded(rows, self.embed(self._last.prefixes, _prompts(rows, requests)))
+            return self._last.encoded(rows, requests, self.embed(self._last.prefixes, _prompts(rows, requests)))
         self._last = None  # frees its keys and values
         prefixes = self.read(inputs)
         empty = [(row, "", None) for row in range(len(inputs))]
         suffixes = self.embed(prefixes, [*empty, *_prompts(rows, requests)])
         self._last = LastRead(inputs[-1], prefixes, [suffix.embeds for suffix in suffixes[: len(inputs)]])
-        return self._last.encoded(rows, suffixes[len(inputs) :])
+        return self._last.encoded(rows, requests, suffixes[len(inputs) :])
 
     def encode_beside(self, requests: Sequence[TextRequest]) -> list[EncodedText]:
         """The same beside another lane on the device."""
@@ -446,7 +457,12 @@ class TextEncoder:
 
 
 def _prompts(rows: Sequence[int], requests: Sequence[TextRequest]) -> list[tuple[int, str, Phrase | None]]:
-    return [(row, request.prompt, request.phrase) for row, request in zip(rows, requests, strict=True)]
+    """The prompt of each request, followed by its further ones."""
+    return [
+        (row, prompt, phrase)
+        for row, request in zip(rows, requests, strict=True)
+        for prompt, phrase in [(request.prompt, request.phrase), *((each, None) for each in request.further)]
+    ]
 
 
 def _padded(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -9,7 +9,7 @@ folder that is the cache's or the source's own, format v1, and sizes that the mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +17,7 @@ from qwen_cache.encode.builder import (
     BuildJob,
     as_encoded,
     check_prompts,
+    check_sizes,
     fitting_model,
     prepare_build,
     recipe_of_build,
@@ -120,13 +121,3 @@ def _read(config: Config, model: ModelFolder, check: Callable[[list[Row]], list[
     unfit = [*check(rows), *check_sizes(model, rows)]
     rows = [row for row in rows if row.where not in {problem.where for problem in unfit}]
     return replace(content, rows=rows, problems=[*content.problems, *unfit])
-
-
-def check_sizes(model: ModelFolder, rows: Sequence[Row]) -> Iterator[Problem]:
-    """The problems of sizes that the model cannot generate."""
-    step = model.family.pixels_per_step
-    for row in rows:
-        if row.size and row.target is None and any(side % step for side in row.size):
-            near = "×".join(str(max(step, round(side / step) * step)) for side in row.size)
-            what = f"{row.name}: {row.size[0]}×{row.size[1]} cannot be generated: sides are multiples of {step} pixels"
-            yield Problem(row.where, what, f"such as {near}")

@@ -48,6 +48,9 @@ function card(sample) {
   key.append(link(sample.key, sample.key));
   if (sample.images.length) article.append(images);
   article.append(element("h3", sample.name), element("p", sample.prompt, { className: "prompt", dir: "auto" }));
+  for (const [i, prompt] of (sample.slider ?? []).entries()) {
+    article.append(element("p", `${["positive", "negative"][i]}: ${prompt}`, { className: "prompt", dir: "auto" }));
+  }
   article.append(element("p", facts.join(" · "), { className: "about" }));
   if (sample.flags.length) article.append(reasons(sample));
   article.append(key);

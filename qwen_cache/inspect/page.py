@@ -21,7 +21,7 @@ import xxhash
 
 from qwen_cache.errors import ConfigError, QwenCacheError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.index import INDEX_NAME
+from qwen_cache.format.index import INDEX_NAME, SLIDER
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.format.sample import PIXELS_PER_TOKEN
 from qwen_cache.html.page import Bar, bars, compact_json, relative_url, render
@@ -79,9 +79,9 @@ from qwen_cache.terminal import counting, human_bytes, naming, plural
 
 COLUMNS = (
     *("key", "name", "prompt", "sizes", "text_tokens", "image_tokens", "edit_mask_from", "to_generate", "recipe"),
-    *("flags", "near", "images"),
+    *("slider", "flags", "near", "images"),
 )
-READ = ("key", "name", "prompt", "text_length", "edit_mask_from", "target", "seed", *SIZE_COLUMNS)
+READ = ("key", "name", "prompt", "text_length", "edit_mask_from", "target", "seed", *SLIDER, *SIZE_COLUMNS)
 MAX_LINKS = 12
 """Samples that are named: per flag, and to each near-duplicate; filters list all."""
 
@@ -199,7 +199,8 @@ class PageSamples:
                     seed = "" if record["seed"] is None else f", seed {record['seed']}"
                     to_generate = None if record["target"] else f"to generate{seed}"
                     row = [record["key"], record["name"], record["prompt"], sizes, texts[i], tokens[i]]
-                    yield [*row, record["edit_mask_from"], to_generate, name]
+                    slider = [record[each] for each in SLIDER] if record[SLIDER[0]] is not None else None
+                    yield [*row, record["edit_mask_from"], to_generate, name, slider]
 
     def _near(self, begin: int, end: int) -> Mapping[int, tuple[int, list[list[str]], int]]:
         """The near-duplicates of samples by position: number of the group, keys and names of some, number of others."""
@@ -232,7 +233,7 @@ def has_thumbnails(survey: Survey) -> npt.NDArray[np.bool_]:
 
 def _texts(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """The columns of a row that are not numbers of its sizes; None for those that its index lacks."""
-    names = ("key", "name", "prompt", "edit_mask_from", "target", "seed")
+    names = ("key", "name", "prompt", "edit_mask_from", "target", "seed", *SLIDER)
     missing = [None] * len(batch)
     columns = [batch[name].to_pylist() if name in batch.schema.names else missing for name in names]
     for values in zip(*columns, strict=True):

@@ -16,11 +16,11 @@ import pyarrow.compute as pc
 from qwen_cache.batching import budgets, index_token_counts, row_tokens
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, open_recipes
-from qwen_cache.format.index import INDEX_NAME, REJECTED, REJECTED_SHAPE
+from qwen_cache.format.index import INDEX_NAME, REJECTED, REJECTED_SHAPE, SLIDER
 from qwen_cache.format.manifest import MANIFEST_NAME, Manifest
 from qwen_cache.format.measured import Findings, findings, times
 from qwen_cache.format.remote import STAGING
-from qwen_cache.format.sample import PIXELS_PER_TOKEN, TENSORS
+from qwen_cache.format.sample import PIXELS_PER_TOKEN, SLIDER_EMBEDS, TENSORS
 from qwen_cache.inspect.flags import (
     Digests,
     Flagged,
@@ -52,13 +52,19 @@ WORST = 12  # misaligned controls and enlarged targets that are named
 SIZE_COLUMNS = ("img_shapes", "height", "width", "height_control", "width_control")
 COLUMNS = (
     *("target", "controls", "text_length", "source_rows", "edit_mask_from", "prefix_length"),
-    *(REJECTED, REJECTED_SHAPE),
+    *(REJECTED, REJECTED_SHAPE, *SLIDER),
     *SIZE_COLUMNS,
     *TENSORS[2],
 )
 
 Bin = tuple[float, float, int]
 """Lower edge, upper edge (excluded), count."""
+
+
+def _is_there(batch: pa.RecordBatch, name: str) -> npt.NDArray[np.bool_]:
+    """`[N]`: which samples have a value in a column that the index may lack."""
+    there = batch[name].is_valid() if name in batch.schema.names else pa.repeat(False, len(batch))
+    return np.asarray(there.to_numpy(zero_copy_only=False), bool)
 
 
 @dataclass
@@ -77,6 +83,7 @@ class Counts:
     to_generate: int = 0
     edit_masks: int = 0
     rejected: int = 0
+    sliders: int = 0
     digests: list[Digests] = field(default_factory=list)
     """The sizes of each image that was encoded."""
     shapes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
@@ -112,7 +119,8 @@ class Counts:
             if name == "prompt_embeds" and "prefix_length" in batch.schema.names:
                 widths = integers(pc.list_element(stored.shapes, 1))
                 row_bytes = widths * stored.element_sizes
-                self.saved["prefix_bytes"] += int((integers(batch["prefix_length"]) * row_bytes).sum())
+                sharing = 1 + sum(_is_there(batch, each) for each in SLIDER_EMBEDS)
+                self.saved["prefix_bytes"] += int((integers(batch["prefix_length"]) * row_bytes * sharing).sum())
 
         targets, controls = batch["target"], batch["controls"]
         numbers = integers(pc.list_value_length(controls))
@@ -124,6 +132,7 @@ class Counts:
         sizes = (found.shapes[:, 1] << 32 | found.shapes[:, 2]).astype(np.uint64)
         self.digests += [digests(targets.drop_null()), of_controls]
         self.shapes += [sizes[found.first[has_target]], sizes[is_control]]
+        self.sliders += int(_is_there(batch, SLIDER[0]).sum())
         if REJECTED in batch.schema.names:
             worse, shapes = batch[REJECTED].drop_null(), batch[REJECTED_SHAPE].drop_null()
             if len(worse) != len(shapes) or (integers(pc.list_value_length(shapes)) != 3).any():
@@ -172,6 +181,7 @@ def count_recipe(cache: Cache) -> dict[str, Any]:
         "to_generate": counts.to_generate,
         "edit_masks": counts.edit_masks,
         "rejected_images": counts.rejected,
+        "directions_of_sliders": counts.sliders,
         "edit_masks_from": _sorted(counts.masks_from),
         "measured": measured_counts(cache, measured),
         "text_tokens": _spread(counts.texts),
@@ -420,6 +430,8 @@ def sample_counts(recipe: Mapping[str, Any]) -> str:
     """The number of samples, how many of them have an edit mask, and how many are images to generate, if any."""
     generated = f", {recipe['to_generate']:,} to generate: without target" if recipe["to_generate"] else ""
     worse = f", {recipe['rejected_images']:,} with a rejected image" if recipe["rejected_images"] else ""
+    sliders = recipe["directions_of_sliders"]
+    worse += f", {sliders:,} with the direction of a slider" if sliders else ""
     return f"{recipe['samples']:,}, {recipe['edit_masks']:,} with an edit mask{worse}{generated}"
 
 
@@ -429,7 +441,7 @@ def savings_rows(saved: Mapping[str, int]) -> list[tuple[str, str]]:
     runs = [plural(saved[kind], words) for kind, words in kinds.items() if saved[kind]]
     stored = []
     if saved["prefix_bytes"]:
-        stored.append(f"{human_bytes(saved['prefix_bytes'])} of empty prompts: their prefix is the prompt's")
+        stored.append(f"{human_bytes(saved['prefix_bytes'])} of other prompts: their prefix is the prompt's")
     if saved["repeated_rows"]:
         stored.append(f"{plural(saved['repeated_rows'], 'row')} of the source with the same content as another")
     if saved["compression_bytes"]:

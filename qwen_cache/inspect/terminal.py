@@ -47,6 +47,7 @@ def describe(path: str | Path, key: str, copies: LocalCopies | None = None) -> t
         "name": row.name,
         "recipe": cache.recipe_name,
         "prompt": meta.prompt,
+        "slider": meta.slider and meta.slider._asdict(),
         "phrase": [meta.prompt[begin:end] for begin, end in meta.phrase],
         "images": [_pixels(shape) for shape in meta.img_shapes],
         "rejected": _pixels(meta.rejected_shape) if meta.rejected_shape else None,
@@ -196,6 +197,8 @@ def print_sample(sample: Mapping[str, Any], images: Sequence[Image.Image] = ()) 
     facts.add_column(overflow="fold")
     for name in ("key", "name", "recipe", "prompt", "source_rows"):
         facts.add_row(name.replace("_", " "), escape(escaped(sample[name])))
+    for name, prompt in (sample["slider"] or {}).items():
+        facts.add_row(name, escape(escaped(prompt)))
     if sample["phrase"]:
         facts.add_row("phrase", escape(escaped(" … ".join(sample["phrase"]))))
     target, *controls = sample["images"]

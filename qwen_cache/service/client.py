@@ -459,13 +459,16 @@ class Client:
         mask: Image | None = None,
         name: str = "",
         rejected: Image | None = None,
+        slider: tuple[str, str] | None = None,
     ) -> Sample:
         """The sample of a row, encoded by the server or known to it. Every tensor is checked by its hash.
 
-        SourceError if the row cannot be used, ConfigError if the server stores an image at several sizes.
+        `slider` has the positive and the negative prompt of a slider's direction. SourceError if the row cannot be
+        used, ConfigError if the server stores an image at several sizes.
         """
         files = _files(target, controls, mask, rejected)
         fields = {"prompt": prompt, **({"name": name} if name else {})}
+        fields |= {"positive_prompt": slider[0], "negative_prompt": slider[1]} if slider else {}
         keys = self.send(fields, files)
         if len(keys) > 1:
             what = "the server makes several samples of this row"
@@ -477,8 +480,8 @@ class Client:
         named = [("target", meta.inputs.target)] if meta.inputs.target else []
         named += [("control", each) for each in meta.inputs.controls]
         named += [("rejected", meta.inputs.rejected)] if meta.inputs.rejected else []
-        found = meta.recipe, meta.prompt, named
-        if found != (self.description.recipe_id, prompt, hashes):
+        found = meta.recipe, meta.prompt, meta.slider, named
+        if found != (self.description.recipe_id, prompt, slider and tuple(slider), hashes):
             raise QwenCacheError("the server sent the sample of another row", where=self.url, found=meta.key)
         return sample
 

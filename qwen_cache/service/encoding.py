@@ -26,7 +26,7 @@ from qwen_cache.format.update import Existing
 from qwen_cache.service.client import MAX_SAMPLE, Client, sample_parts, served_model, served_settings
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import check_compression
-from qwen_cache.sources.rows import Row
+from qwen_cache.sources.rows import SLIDER, Row
 from qwen_cache.sources.sizes import Resolution
 from qwen_cache.storage.remote import location
 from qwen_cache.storage.stores import destination
@@ -129,6 +129,7 @@ def fields_of(row: Row) -> dict[str, str]:
     fields = {"prompt": row.prompt, "name": row.name}
     fields |= {"phrase": str([list(span) for span in row.phrase])} if row.phrase else {}
     fields |= {"seed": str(row.seed)} if row.seed is not None else {}
+    fields |= dict(zip(SLIDER, row.slider, strict=True)) if row.slider else {}
     if row.target is None:
         fields["generate"] = "1"
     if row.size is not None:

@@ -18,13 +18,14 @@ from qwen_cache.encode.builder import (
     RunningEncoders,
     as_encoded,
     check_prompts,
+    check_sizes,
+    not_in_v1,
     other_caches,
     rules,
 )
 from qwen_cache.encode.known_latents import ImageRows, of_recipe
 from qwen_cache.encode.plan import PlannedSample, plan_row
 from qwen_cache.encode.recipe import EditMasks
-from qwen_cache.encode.validation import check_sizes
 from qwen_cache.errors import BusyError, QwenCacheError, ServerFaultError, SourceError, StoppingError, first_line
 from qwen_cache.format.cache import uncompressed
 from qwen_cache.format.sample import SampleMeta, decode
@@ -214,9 +215,9 @@ class Engine:
         (row,) = as_encoded([row], masks=self._keeps_masks, phrases=self._attend, marked=False)
         if problems := [*check_prompts(self.job.model, [row]), *check_sizes(self.job.model, [row])]:
             raise SourceError(problems[0].what, where=row.where, do=problems[0].do)
-        if row.rejected is not None and self.job.format_version == 1:
+        if self.job.format_version == 1 and (unfit := not_in_v1(row)):
             do = "leave it out, or start the server with --format v2"
-            raise SourceError("format v1 cannot hold rejected images", where=row.where, do=do)
+            raise SourceError(f"format v1 cannot hold {unfit}", where=row.where, do=do)
         return plan_row(row, self._rules, _Known(self))
 
     def submit(self, samples: Sequence[PlannedSample], size: int) -> list[Status]:

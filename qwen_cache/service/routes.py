@@ -25,7 +25,7 @@ from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.errors import FormatError, QwenCacheError, ServerFaultError
 from qwen_cache.extras import __version__
 from qwen_cache.format.cache import sample_file
-from qwen_cache.format.identity import HASH_PATTERN, Phrase, recipe_id
+from qwen_cache.format.identity import HASH_PATTERN, Phrase, Slider, recipe_id
 from qwen_cache.format.index import INDEX_NAME
 from qwen_cache.format.manifest import MANIFEST_NAME, SHARD_PATTERN
 from qwen_cache.format.sample import parse_phrase
@@ -34,7 +34,7 @@ from qwen_cache.service.http import RefusedError, as_json
 from qwen_cache.settings.sections import SIZES, ServeConfig
 from qwen_cache.sources.images import upright_size
 from qwen_cache.sources.places import allowed_file, read_bytes
-from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, Row, limits_exceeded
+from qwen_cache.sources.rows import MAX_CONTROLS, MAX_TEXT, SLIDER, Row, limits_exceeded, one_alone
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import RepeatedKeyError, parse_json
 
@@ -75,7 +75,7 @@ def describe(engine: Engine) -> dict[str, Any]:
 # A row in the multipart form of a request.
 
 MAX_IMAGES = MAX_CONTROLS + 3  # with a target, a mask and a rejected image
-TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase")
+TEXTS = ("prompt", "name", "generate", "seed", "width", "height", "phrase", *SLIDER)
 IMAGES = ("target", "control", "mask", "rejected")
 LIMITS = {"max_files": MAX_IMAGES, "max_fields": len(TEXTS) + MAX_IMAGES, "max_part_size": MAX_TEXT}
 """The limits of a form, whose images may be files, or text that says where they are."""
@@ -137,6 +137,9 @@ async def read_row(form: FormData, fetch: Fetched, most: int) -> tuple[Row, int]
     prompt = texts["prompt"]
     if prompt is None:
         raise RefusedError(422, "the form has no prompt", "send the field prompt")
+    slider = [texts[name] or "" for name in SLIDER]
+    if told := one_alone(*slider):
+        raise RefusedError(422, *told)
     row = Row(
         texts["name"] or "",
         "the request",
@@ -148,6 +151,7 @@ async def read_row(form: FormData, fetch: Fetched, most: int) -> tuple[Row, int]
         _number("seed", texts["seed"]),
         _size(texts["width"], texts["height"]),
         rejected,
+        Slider(*slider) if any(slider) else None,
     )
     generates = texts["generate"] not in (None, "0")
     if generates == (target is not None) or (generates and mask is not None):

@@ -129,6 +129,10 @@ class ColumnsConfig(Section):
     """The column, part or folder of the prompts, or of lists of captions; in a tar also a key of KEY.json."""
     phrase: str | None = None
     """The column of the words that say where the edit is. Experimental."""
+    positive_prompt: OneName | None = None
+    """The column of the positive prompts of a slider's direction, or the part of a tar. An empty list ignores them."""
+    negative_prompt: OneName | None = None
+    """The column of the negative prompts of a slider's direction, or the part of a tar. An empty list ignores them."""
 
 
 class DataConfig(Section):
@@ -167,6 +171,11 @@ class DataConfig(Section):
     """A text before every prompt, trigger word included, with a space between."""
     prompt_suffix: str = ""
     """A text after every prompt, with a space between unless it begins with a punctuation mark."""
+    positive_prompt: str | None = None
+    """The positive prompt of a slider's direction, for rows without one: with more of the attribute. {prompt} in it
+    stands for the prompt of the row, trigger word, prefix and suffix included."""
+    negative_prompt: str | None = None
+    """The negative prompt of a slider's direction, for rows without one: with less of the attribute."""
     shuffle_tags: NotNegative = 0
     """How many orders of a caption's tags, which commas separate, become samples; 0: only its own order."""
     keep_tags: NotNegative = 0
@@ -187,6 +196,20 @@ class DataConfig(Section):
     condition_image_size: Positive | None = None
     """Pixels of an image for the text encoder; the model's own (1024² for Edit, 384² for Edit-Plus) when not given.
     Qwen-Image-2.1 has none: its text encoder gets the image of the VAE."""
+
+    @model_validator(mode="after")
+    def _has_both_prompts(self) -> Self:
+        """ConfigError for one prompt of a slider's direction without the other one."""
+        prompts = {name: (getattr(self, name) or "").strip() for name in ("positive_prompt", "negative_prompt")}
+        given = [name for name, text in prompts.items() if text]
+        if len(given) == 1 or (given and prompts["positive_prompt"] == prompts["negative_prompt"]):
+            raise ConfigError(
+                "the direction of a slider has two prompts, which differ",
+                where="data.positive_prompt and data.negative_prompt",
+                found=", ".join(f"data.{name}={prompts[name]}" for name in given),
+                do="set both, or neither",
+            )
+        return self
 
 
 SIZES = (

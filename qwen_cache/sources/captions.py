@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from qwen_cache.errors import Notice, SourceError
-from qwen_cache.format.identity import Phrase, content_hash
+from qwen_cache.format.identity import Phrase, Slider, content_hash
 from qwen_cache.settings.sections import DataConfig
 from qwen_cache.sources.places import IMAGE_EXTENSIONS, File, read_bytes, suffix
 from qwen_cache.sources.rows import LIST_COLUMNS, Needs, Row, find_columns, unique
@@ -115,10 +115,13 @@ def token_positions(tokenizer: Any, text: str, spans: Sequence[Span], where: obj
 # Captions as they are encoded: tags in another order, the trigger word, a prefix and a suffix.
 #
 # They change the prompt itself, so a sample's key and its stored prompt are those of the changed one. Marked words stay
-# marked, wherever they move. Without settings every prompt stays as it is.
+# marked, wherever they move. Without settings every prompt stays as it is. The direction of a slider, where the source
+# gives none, comes last: `{prompt}` in it is the prompt as it is encoded, so that the three differ in nothing else.
 
 PLACEHOLDER = "[trigger]"
 """The text that the trigger word replaces, as in ai-toolkit."""
+OWN_PROMPT = "{prompt}"
+"""The text in the settings of a slider's direction that stands for the prompt of each row."""
 PUNCTUATION = ",.;:!?"
 
 
@@ -172,25 +175,35 @@ class Captions:
     kept_tags: int = 0
     """The first tags that stay where they are."""
     seed: int = 0
+    slider: Slider | None = None
+    """The direction of a slider for rows that have none."""
 
     @classmethod
     def of(cls, data: DataConfig) -> Self:
         prefix, suffix = data.prompt_prefix.strip(), data.prompt_suffix.strip()
         trigger_word = (data.trigger_word or "").strip() or None
-        return cls(trigger_word, prefix, suffix, data.shuffle_tags, data.keep_tags, data.shuffle_seed)
+        slider = Slider(*((each or "").strip() for each in (data.positive_prompt, data.negative_prompt)))
+        tags = data.shuffle_tags, data.keep_tags, data.shuffle_seed
+        return cls(trigger_word, prefix, suffix, *tags, slider if all(slider) else None)
 
     @property
     def in_order(self) -> Captions:
-        """The same, with the tags of a caption in their own order: for prompts to generate from."""
-        return replace(self, orders=0)
+        """The same, with the tags of a caption in their own order, and no direction: for prompts to generate from."""
+        return replace(self, orders=0, slider=None)
 
     def applied(self, rows: Sequence[Row]) -> list[Row]:
-        """The rows with their captions as they are encoded; several rows for several orders of tags."""
+        """The rows with their prompts as they are encoded; several rows for several orders of tags."""
         if self == Captions():
             return list(rows)
         taken = dict.fromkeys((row.name for row in rows), 1)
         return [
-            replace(row, name=unique(row.name, taken) if i else row.name, prompt=each.text, phrase=each.spans)
+            replace(
+                row,
+                name=unique(row.name, taken) if i else row.name,
+                prompt=each.text,
+                phrase=each.spans,
+                slider=self._direction(row.slider, each.text),
+            )
             for row in rows
             for i, each in enumerate(self._of(Marked.of(row.prompt, row.phrase)))
         ]
@@ -207,6 +220,13 @@ class Captions:
     def replaced(self, prompt: str) -> str:
         """One prompt as it is, except that the trigger word replaces [trigger]."""
         return prompt.replace(PLACEHOLDER, self.trigger_word) if self.trigger_word else prompt
+
+    def _direction(self, given: Slider | None, prompt: str) -> Slider | None:
+        """The direction of a row with this encoded prompt: its own one, or that of the settings."""
+        if given:
+            return Slider(*map(self.text, given))
+        found = [self.replaced(each).replace(OWN_PROMPT, prompt).strip() for each in self.slider or ()]
+        return Slider(*found) if found else None
 
     def _of(self, prompt: Marked) -> list[Marked]:
         return [self._completed(each) for each in (self._shuffled(prompt) if self.orders else [prompt])]

@@ -37,6 +37,9 @@ ignored, unless the name resembles that of a control, a mask or a rejected image
              with 0.5 the row is left out)
     prompt   prompt, text, caption, instruction, edit_prompt, edit_instruction; or a list, one sample per item:
              prompts, captions, edited_prompt_list; else edit
+    positive_prompt and
+    negative_prompt are the direction of a slider: two further prompts for the same images; both or neither. A table
+             with them needs no target: then its rows are images to generate
     phrase   phrase, edit_phrase: words of the prompt that say where the edit is; with data.marked_phrases, `[[ ]]`
              around them in any prompt does the same (`sources/captions.py`)
     left_out left_out: true, 1, yes or x leaves the row out
@@ -71,6 +74,7 @@ from pathlib import Path
 from typing import Any, Required, TypedDict, Unpack
 
 from qwen_cache.errors import Notice, Problem, SourceError, counted
+from qwen_cache.format.identity import Slider
 from qwen_cache.format.manifest import MANIFEST_NAME
 from qwen_cache.models.folder import ModelFolder
 from qwen_cache.settings.sections import ColumnsConfig, DataConfig
@@ -149,6 +153,8 @@ class SourceSettings(TypedDict, total=False):
     needs_prompt: bool
     to_generate: bool
     """True if the rows are images to generate, which may have a seed and a size, and no target."""
+    has_direction: bool
+    """True if `captions` give every row the direction of a slider: then a table needs no target."""
     allow_empty_prompt: bool
     allow_urls: Sequence[str]
     columns: ColumnsConfig | None
@@ -173,6 +179,7 @@ def reading(data: DataConfig, model: ModelFolder | None = None) -> SourceSetting
         "split": data.split,
         "config_name": data.config_name,
         "marked_phrases": data.marked_phrases,
+        "has_direction": bool((data.positive_prompt or "").strip()),
     }
 
 
@@ -186,6 +193,7 @@ def needs_of(**settings: Unpack[SourceSettings]) -> Needs:
         target=settings.get("needs_target", True) and not to_generate,
         prompt=settings.get("needs_prompt", True),
         to_generate=to_generate,
+        has_direction=settings.get("has_direction", False),
         takes_control=needs_control if takes_control is None else takes_control,
         marked_phrases=settings.get("marked_phrases"),
         allow_urls=tuple(settings.get("allow_urls", ())),
@@ -363,6 +371,8 @@ def _phrases(draft: Draft, *, marked: bool) -> tuple[list[Row], FieldProblems]:
     samples, field_problems = [], FieldProblems()
     for sample in draft.samples:
         try:
+            if sample.slider:
+                sample = replace(sample, slider=Slider(*(_plain(text, marked=marked) for text in sample.slider)))
             if not draft.phrase and not CHANGED.search(sample.prompt) and not (marked and has_marks(sample.prompt)):
                 samples.append(sample)
                 continue
@@ -376,6 +386,11 @@ def _phrases(draft: Draft, *, marked: bool) -> tuple[list[Row], FieldProblems]:
         except SourceError as error:
             field_problems["phrase"] = f"{sample.name}: {error.fault}", error.do or "correct it"
     return samples, field_problems
+
+
+def _plain(text: str, *, marked: bool) -> str:
+    """A further prompt as it is encoded, without marks."""
+    return (parse(unix(text))[0] if marked else unix(text)).strip()
 
 
 def unix(text: str) -> str:
@@ -423,7 +438,7 @@ def drafts_of(source: Location, needs: Needs) -> Iterator[Problem | Notice | Dra
         raise SourceError("a file has no splits", where=source, found=needs.split, do="leave out data.split")
     if not is_remote(source) and source.is_dir():
         return _read_folder(_opened(source), needs)
-    if kind in READERS or (kind == PROMPTS and needs.to_generate):
+    if kind in READERS or (kind == PROMPTS and (needs.to_generate or needs.has_direction)):
         return read_text_table(file_at(source), replace(needs, control=needs.control and kind != PROMPTS))
     if kind in ARCHIVES:
         paths = [source]

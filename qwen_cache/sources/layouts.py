@@ -16,7 +16,7 @@ from itertools import islice
 
 from qwen_cache.errors import Notice, SourceError
 from qwen_cache.sources.places import IMAGE_EXTENSIONS, Folder, overlooked
-from qwen_cache.sources.rows import NO_CONTROL_AT_ALL, Needs, check_named, given, setting
+from qwen_cache.sources.rows import NO_CONTROL_AT_ALL, SLIDER, Needs, check_named, given, setting
 from qwen_cache.storage.remote import is_remote
 from qwen_cache.text import shell_line
 
@@ -204,6 +204,9 @@ def _named(folder: Folder, needs: Needs) -> dict[str, list[str]]:
     if "phrase" in named:
         do = "mark the words in the prompt with [[ ]] and set data.marked_phrases: true, or write a table"
         raise SourceError("a folder of images has no phrases", where=folder.path, found=needs.columns.phrase, do=do)
+    if role := next((role for role in SLIDER if named.get(role)), None):
+        do = "set data.positive_prompt and data.negative_prompt, or write a table"
+        raise SourceError(f"a folder of images has no {role}", where=folder.path, found=named[role][0], do=do)
     named = {role: [posixpath.normpath(name) for name in names] for role, names in named.items()}
     nested = [name for names in named.values() for name in names if "/" in name and _is_below(folder, name)]
     own = ["."] if ["."] in named.values() else []

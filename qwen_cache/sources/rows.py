@@ -6,14 +6,14 @@ import posixpath
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from qwen_cache.errors import Problem, SourceError
-from qwen_cache.format.identity import Phrase
+from qwen_cache.format.identity import Phrase, Slider
 from qwen_cache.settings.load import assignment
 from qwen_cache.settings.sections import ColumnsConfig
 from qwen_cache.sources import left_out
@@ -72,6 +72,9 @@ class Needs:
     prompt: bool = True
     to_generate: bool = False
     """True if the rows are images to generate: then a table may have only prompts, and `seed`, `width` and `height`."""
+    has_direction: bool = False
+    """True if the settings give every row the direction of a slider: then a table without targets is of images to
+    generate."""
     takes_control: bool = True
     """If False, for a text-to-image model, there must be no control."""
     marked_phrases: bool | None = None
@@ -111,6 +114,13 @@ class Row:
     """Width and height of an image to generate, in pixels; None: those that its controls or the settings give."""
     rejected: Readable | None = None
     """An image for the same prompt and controls that is worse than the target."""
+    slider: Slider | None = None
+    """The direction of a slider: two further prompts for the same images."""
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompt, then those of the direction of a slider."""
+        return (self.prompt, *(self.slider or ()))
 
     @property
     def images(self) -> tuple[Readable, ...]:
@@ -143,6 +153,8 @@ def limits_exceeded(row: Row) -> FieldProblems:
         found["name"] = told
     if told := text_exceeded("prompt", row.prompt, MAX_TEXT):
         found["prompt"] = told
+    if row.slider:
+        found |= _of_direction(row.prompt, row.slider)
     if len(row.controls) > MAX_CONTROLS:
         what = f"the row has {len(row.controls)} controls, expected at most {MAX_CONTROLS}"
         found["control"] = what, "leave out the others"
@@ -161,6 +173,30 @@ def limits_exceeded(row: Row) -> FieldProblems:
         if number is not None and not least <= number <= most:
             found[role] = f"the {role} is {number}, expected a whole number from {least} to {most}", "correct it"
     return found
+
+
+def _of_direction(prompt: str, slider: Slider) -> FieldProblems:
+    """The problems of a slider's direction."""
+    problems: FieldProblems = {}
+    for role, text in zip(SLIDER, slider, strict=True):
+        if told := text_exceeded(role.replace("_", " "), text, MAX_TEXT):
+            problems[role] = told
+    size = sum(len(text.encode(errors="replace")) for text in (prompt, *slider))
+    if size > MAX_TEXT and not problems:
+        what = f"the prompt and those of the slider's direction have {size} bytes, expected at most {MAX_TEXT}"
+        problems["slider"] = what, "shorten them"
+    if slider.positive == slider.negative:
+        what = f"the positive and the negative prompt are the same: {_short(slider.positive)}"
+        problems["slider"] = what, "correct one of them, or leave both out"
+    return problems
+
+
+def one_alone(positive: str, negative: str) -> tuple[str, str] | None:
+    """The problem of one prompt of a slider's direction without the other, and what to do; None if there is none."""
+    if bool(positive) == bool(negative):
+        return None
+    has, lacks = ("positive", "negative") if positive else ("negative", "positive")
+    return f"there is a {has} prompt, and no {lacks} prompt", f"add the {lacks} prompt, or leave out both"
 
 
 @dataclass(frozen=True)
@@ -219,9 +255,13 @@ COLUMNS = {
     ),
     "prompt": ("prompt", "text", "caption", "instruction", "edit_prompt", "edit_instruction", *LIST_COLUMNS),
     "phrase": ("phrase", "edit_phrase"),
+    "positive_prompt": ("positive_prompt",),
+    "negative_prompt": ("negative_prompt",),
 }
 """Roles, and their column names in qwen-image-finetune, DiffSynth, musubi-tuner, imagefolder and published datasets of
 edits: InstructPix2Pix, MagicBrush, HQ-Edit, UltraEdit, OmniEdit."""
+SLIDER = ("positive_prompt", "negative_prompt")
+"""The columns of the two prompts of a slider's direction."""
 TO_GENERATE = {"seed": ("seed",), "width": ("width",), "height": ("height",)}
 """Columns of numbers, in tables of images to generate alone: others may have numbers of these names too."""
 LEFT_OUT = {left_out.COLUMN: (left_out.COLUMN,)}
@@ -282,6 +322,8 @@ def find_columns(
     """
     named = given(needs.columns)
     check_named(named, names, where, noun)
+    is_of_prompts = noun == "column" and _is_of_prompts(names, named, needs)
+    needs = replace(needs, target=False, to_generate=True) if is_of_prompts else needs
     known = COLUMNS | LEFT_OUT | (TO_GENERATE if needs.to_generate else {})
     columns = {role: dict(enumerate(named.get(role, ()))) for role in known}
     taken = {name for listed in named.values() for name in listed}
@@ -294,6 +336,7 @@ def find_columns(
             unknown.append(name)
         elif role is not None and name not in taken and role not in named:
             _add(columns, role, number, name, where, noun)
+    _check_direction(columns, where, noun)
     if label := _compared(columns, named, unknown):
         columns |= {"label": {0: label}}
     for role, needed in (("target", needs.target), ("prompt", needs.prompt), ("control", needs.some_control)):
@@ -305,9 +348,11 @@ def find_columns(
                     unknown.remove(name)
         if needed and not columns[role]:
             missing.append(role)
+    unused = [name for name in unknown if name in images]
     if not (columns["target"] or columns["control"] or needs.to_generate or missing):
         missing.append("target")
-    unused = [name for name in unknown if name in images]
+    if is_of_prompts and unused and not needs.takes_control:  # they may be targets
+        missing.append("target")
     if missing:
         raise _no_column(missing, found or names, unknown, where, noun, needs, unused)
     _check_unknown(unknown, named, where, noun)
@@ -323,6 +368,14 @@ def find_columns(
         )
     _check_controls(columns["control"], where, needs.takes_control)
     return {role: [by_number[number] for number in sorted(by_number)] for role, by_number in columns.items()}
+
+
+def _is_of_prompts(names: Sequence[str], named: Columns, needs: Needs) -> bool:
+    """True for a table of directions of a slider without a column of targets, whose rows are images to generate."""
+    roles = {role for role, _ in map(role_of, names) if role not in named} | {role for role in named if named[role]}
+    targets = {*GENERIC["target"], *CHOSEN, *(name for pair in COMPARED for name in pair)}
+    has_target = "target" in roles or "target" in named or any(name.strip().lower() in targets for name in names)
+    return needs.target and not has_target and (needs.has_direction or roles >= {*SLIDER})
 
 
 def _compared(columns: dict[str, dict[int, str]], named: Columns, unknown: list[str]) -> str | None:
@@ -465,6 +518,20 @@ def _check_unknown(unknown: Iterable[str], named: Columns, where: Location, noun
             )
 
 
+def _check_direction(columns: dict[str, dict[int, str]], where: Location, noun: str) -> None:
+    """SourceError for one prompt of a slider's direction without the other one."""
+    there = [role for role in SLIDER if columns[role]]
+    if len(there) == 1:
+        lacks = next(role for role in SLIDER if role not in there)
+        raise SourceError(
+            f"one {noun} of a slider's direction is there, and the other one is missing",
+            where=where,
+            expected=" and ".join(SLIDER),
+            found=repr(columns[there[0]][0]),
+            do=f"add {lacks!r}, or name it: {setting(lacks, 'NAME')}; or ignore the {noun}: {setting(there[0])}",
+        )
+
+
 def _check_controls(controls: dict[int, str], where: Location, takes_control: bool) -> None:
     listed = ", ".join(repr(controls[number]) for number in sorted(controls))
     if controls and not takes_control:
@@ -543,8 +610,12 @@ def read_row(where: str, values: dict[str, Any], columns: Columns, folder: Table
         field_problems.setdefault("size", (what, "give both, or neither"))
     size = None if width is None or height is None else (width, height)
     seed = next(iter(cells.get("seed", [])), None)
-    given = where, shown, tuple(images), painted
-    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size, worse) for prompt in prompts)
+    slider = [next(iter(cells.get(role, [])), "") for role in SLIDER]
+    if (told := one_alone(*slider)) and not field_problems.keys() & {*SLIDER}:
+        what, do = told
+        field_problems["slider"] = what, f"{do}; to ignore all of them: {' '.join(map(setting, SLIDER))}"
+    given, direction = (where, shown, tuple(images), painted), Slider(*slider) if all(slider) else None
+    samples = tuple(Row(unique(name, taken), *given, prompt, (), seed, size, worse, direction) for prompt in prompts)
     return Draft(samples, field_problems, phrase, is_left_out)
 
 
@@ -580,7 +651,7 @@ def has_captions(column: str, value: Any) -> bool:
 
 
 def _item(role: str, column: str, item: Any, field_problems: FieldProblems) -> Any:
-    if role != "prompt" and hasattr(item, "read"):
+    if role not in ("prompt", *SLIDER) and hasattr(item, "read"):
         return item
     text = item if isinstance(item, str) else ""
     if (item is not None and text != item) or (not text.isascii() and HALVES.search(text)):

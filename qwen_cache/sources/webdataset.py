@@ -2,7 +2,8 @@
 
     KEY.target.png or KEY.png    the target
     KEY.control.png, KEY.control_1.png, KEY.mask.png, KEY.rejected.png the other images
-    KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompt
+    KEY.txt or KEY.json          the prompt; the .json is read only where there is no .txt, and only for its prompts
+    KEY.positive_prompt.txt, KEY.negative_prompt.txt  the direction of a slider; or keys of KEY.json
 
 Column names may stand for `target`, `control`, … (KEY.edited_image.jpg), and `data.columns` may name any part, with or
 without its extension. A tar is scanned for the offsets of its members when it is new or has changed, and images are
@@ -43,6 +44,7 @@ from qwen_cache.sources.rows import (
     LIST_COLUMNS,
     MAX_TEXT,
     NO_CONTROL,
+    SLIDER,
     Columns,
     Draft,
     Needs,
@@ -112,6 +114,9 @@ class Parts:
         column = self.columns.get(named or "")
         if f".{extension}" in IMAGE_EXTENSIONS:
             return (column or self._recognised(stem or "target"), "image") if column != "prompt" else ("", "")
+        role = column or role_of(stem)[0] or ""
+        if extension == "txt" and role in SLIDER:
+            return (role, "text") if column or role not in self.given else ("", "")
         if extension not in ("txt", "json") or (column or role_of(stem or "prompt")[0]) != "prompt":
             return "", ""
         if extension == "txt":
@@ -166,6 +171,7 @@ def _read_samples(
         return
     parts.check(first)
     given = dict.fromkeys("prompts" if name in ("prompt", "json") else name for name in names)
+    given |= dict.fromkeys(SLIDER) if "json" in names and not parts.given.keys() & {*SLIDER} else {}
     if needs.prompt and "prompts" not in given:
         has_dots = any(part.endswith((".txt", ".json")) for part in parts.seen)
         do = f"{PART_BEGINS}: rename them" if has_dots else "add it"
@@ -294,16 +300,31 @@ def _record(
         if needs.prompt:
             return Problem(where, f"there is no {key}.txt or {key}.json", "add the prompt, or remove the sample")
         return where, {**values, "prompts": [""]}
+    direction = {}
     try:
-        if member.size > MAX_TEXT:
-            raise ValueError(f"{member.size} bytes are too long for a prompt")
-        text = memory.read("prompt", str(member), member.files, member.read).decode("utf-8-sig")
-        prompts = [text] if kind == "text" else _prompts_in(parse_json(text), prompt_key if kind == "key" else None)
+        text = _text(member, memory)
+        if kind == "text":
+            prompts = [text]
+        else:
+            fields = parse_json(text)
+            prompts = _prompts_in(fields, prompt_key if kind == "key" else None)
+            direction = {role: fields[role] for role in SLIDER if role in fields and columns[role] == [role]}
+        for role in SLIDER:
+            if role in values and isinstance(values[role], tuple):
+                member, _ = values[role]
+                direction[role] = _text(member, memory)
     except (SourceError, ValueError) as error:
         return Problem(
             where, f"the prompt in .{_part(member.member)} cannot be read: {error}", "save it as UTF-8 text, or JSON"
         )
-    return where, {**values, "prompts": prompts}
+    return where, {**values, "prompts": prompts, **direction}
+
+
+def _text(member: Member, memory: RememberedFiles) -> str:
+    """The text of a member; ValueError or SourceError if it is none, or longer than any prompt."""
+    if member.size > MAX_TEXT:
+        raise ValueError(f"{member.size} bytes are too long for a prompt")
+    return memory.read("prompt", str(member), member.files, member.read).decode("utf-8-sig")
 
 
 def _prompts_in(fields: Any, key: str | None) -> Any:

@@ -21,7 +21,15 @@ from qwen_cache.format.identity import Inputs, canonical_json, content_hash, rec
 from qwen_cache.format.index import IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, Manifest
 from qwen_cache.format.rows import ListedSample, ListedSamples
-from qwen_cache.format.sample import LATENT_CHANNELS, TENSORS, SampleMeta, TensorSpec, shared_rows, token_count
+from qwen_cache.format.sample import (
+    LATENT_CHANNELS,
+    SLIDER_EMBEDS,
+    TENSORS,
+    SampleMeta,
+    TensorSpec,
+    shared_rows,
+    token_count,
+)
 from qwen_cache.format.shard import compress
 from qwen_cache.format.update import Existing, Update, carry_out, open_staging, plan_update
 from qwen_cache.models.family import PIPELINES, QWEN_IMAGE
@@ -334,7 +342,7 @@ def plan_export(cache: Cache, name: ToolName, leave_out: Sequence[str]) -> Expor
     if (found := cache.recipe.recipe.get("pipeline")) not in pipelines:
         what = f"{tool.title} has no trainer for caches of this model"
         raise ConfigError(what, where=cache.folder, expected=" or ".join(sorted(pipelines)), found=found)
-    known = {"empty_prompt_embeds", "edit_mask", "rejected_latents"}
+    known = {"empty_prompt_embeds", "edit_mask", "rejected_latents", *SLIDER_EMBEDS}
     if unknown := [each for each in leave_out if each not in known]:
         what, expected = "this tensor cannot be left out", " or ".join(sorted(known))
         raise ConfigError(what, where="--leave-out", expected=expected, found=unknown[0])

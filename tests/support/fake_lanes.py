@@ -9,7 +9,7 @@ from qwen_cache.encode import preflight
 from qwen_cache.encode.builder import BuildJob, RunningEncoders
 from qwen_cache.encode.plan import PlannedSample
 from qwen_cache.format.identity import content_hash, recipe_id
-from qwen_cache.format.sample import SampleMeta, TensorSpec, token_count
+from qwen_cache.format.sample import SLIDER_EMBEDS, SampleMeta, TensorSpec, token_count
 
 PROMPT_ROWS = 20
 
@@ -45,12 +45,13 @@ class FakeLanes(RunningEncoders):
             wanted["rejected_latents"] = token_count([sample.rejected_shape]), 64
         wanted |= {"control_latents": (token_count(shapes[1:]), 64)}
         wanted |= {"prompt_embeds": (PROMPT_ROWS, 64), "empty_prompt_embeds": (5, 64)}
+        wanted |= dict.fromkeys(SLIDER_EMBEDS, (6, 64)) if sample.row.slider else {}
         absent = ["image_latents"] * (sample.row.target is None) + ["control_latents"] * (len(shapes) == 1)
         wanted = {name: shape for name, shape in wanted.items() if name not in absent}
         data = {name: memoryview(self._noise(sample.key + name, shape)) for name, shape in wanted.items()}
         tensors = {name: TensorSpec("F32", shape, content_hash(data[name])) for name, shape in wanted.items()}
         described = recipe_id(self.job.recipe), sample.inputs, sample.row.prompt, shapes, 15, tensors
-        meta = SampleMeta(*described, rejected_shape=sample.rejected_shape)
+        meta = SampleMeta(*described, rejected_shape=sample.rejected_shape, slider=sample.row.slider)
         self.encoded.append(sample.row.name)
         return meta, data
 
