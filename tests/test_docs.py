@@ -86,6 +86,12 @@ FAMILY_PAGES = {"howto/train-qwen-image-2.1.md"}
 """Pages about a model that has no data.condition_image_size."""
 PAIR = {"image_path": "target", "control_path": "control"}
 """Columns of a table of another trainer, and the folders of the images."""
+SLIDERS = """\
+prompt,positive_prompt,negative_prompt,width,height
+a portrait of a man,a portrait of a very old man,a portrait of a very young man,768,1024
+a dog in a park,a very old dog in a park,a very young dog in a park,,
+"""
+"""The table of directions of a slider on the page about sources."""
 MIXED = """\
 target,control,prompt
 data/target_images/cat.png,data/control_images/cat.png,mirror it
@@ -153,6 +159,7 @@ def folder(
         (tmp_path / "pairs.jsonl").write_text(f'{{{", ".join(cat)}, "caption": "mirror it"}}\n', encoding="utf-8")
         (tmp_path / "names.txt").write_text("cat\ncup\n", encoding="utf-8")
         (tmp_path / "mixed.csv").write_text(MIXED, encoding="utf-8")
+        (tmp_path / "sliders.csv").write_text(SLIDERS, encoding="utf-8")
         for name, variant in REAL_MODELS.values():
             (tmp_path / name).symlink_to(tiny_model(variant))
         if page == "howto/import-a-cache.md":
@@ -274,7 +281,8 @@ def test_the_commands_of_a_page_run(page: str, folder: Callable[[str], Path]) ->
 
 
 def test_the_table_of_a_page_is_the_one_that_is_built() -> None:
-    assert f"mixed.csv\n{MIXED}" in [block.body for block in blocks("sources.md") if block.kind == "text"]
+    texts = [block.body for block in blocks("sources.md") if block.kind == "text"]
+    assert {f"mixed.csv\n{MIXED}", f"sliders.csv\n{SLIDERS}"} <= {*texts}
 
 
 def test_a_block_is_run_whole_or_marked() -> None:
