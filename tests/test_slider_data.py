@@ -24,7 +24,7 @@ from qwen_cache.sources.captions import Captions
 from qwen_cache.sources.detect import Content, read_content, reading
 from qwen_cache.torch import CacheBatches, CacheDataset
 
-from .support.caches import build, plan
+from .support.caches import SMALL, build, plan
 from .support.commands import refused, run
 from .support.fake_lanes import FakeLanes
 from .support.judge import assert_same, by_name, image, stock_pipeline, transformer_inputs
@@ -213,7 +213,13 @@ def test_a_table_of_directions_needs_no_target(source: Path, model: Path, tmp_pa
     assert edit.slider == Slider(*rows["edit"][1:])  # type: ignore[arg-type]
     assert len(edit.img_shapes) == 3
     assert set(alone.tensors()) == {"prompt_embeds", "empty_prompt_embeds", *EMBEDS}
-    assert run("qwen-cache", "verify", tmp_path / "shards").code == 0
+    of_source = "--source", table, "--model", model
+    again = run("qwen-cache", "verify", tmp_path / "shards", "--re-encode", "2", *of_source)
+    assert again.code == 0, again.stderr
+    areas = SMALL[:-2]  # the dtype is that of the recipe
+    compared = run("qwen-cache", "inspect", tmp_path / "shards", "--json", "--source", table, *areas)
+    assert json.loads(compared.stdout)["state"] == "complete", compared.stderr
+    refused(run("qwen-cache", "init", table, "--model", model), "init looks at the sizes of targets", "without init")
     table.write_text('{"prompt": "a", "positive_prompt": "b", "negative_prompt": "c", "width": 90, "height": 64}')
     odd = build(table, tmp_path / "odd", model, "--set", "data.allow_no_control=true")
     refused(odd, "90×64 cannot be generated: sides are multiples of 16 pixels")

@@ -384,6 +384,10 @@ def survey_source(config: Config, model: ModelFolder | None = None) -> Survey:
         what = "some rows of this source cannot be used" if rows else "no row of this source can be used"
         raise SourceError(what, where=source, do=do)
     targets = [row.target for row in rows if row.target is not None]
+    if not targets:
+        command = shell_line(["qwen-cache", "build", source, "--model", "MODEL"])
+        what, found = "init looks at the sizes of targets", "none: all rows are images to generate"
+        raise SourceError(what, where=source, found=found, do=f"build it without init: {command}")
     sizes = sorted(_sizes(targets), key=math.prod)
     if not sizes:
         raise SourceError("no image of this source can be read", where=source, found=str(targets[0]))

@@ -42,7 +42,7 @@ from qwen_cache.errors import ConfigError, Problem, SourceError
 from qwen_cache.format import directory
 from qwen_cache.format.cache import Cache, Sample
 from qwen_cache.format.identity import differences, recipe_id
-from qwen_cache.format.index import IndexRow
+from qwen_cache.format.index import SLIDER, IndexRow
 from qwen_cache.format.manifest import DEFAULT_RECIPE, MANIFEST_NAME
 from qwen_cache.format.sample import WITHOUT_PREFIX, SampleMeta
 from qwen_cache.format.staging import finished_samples
@@ -157,7 +157,7 @@ def _or_infinite(number: float) -> float:
 # content: the images, by their hashes, and the prompt. Samples are chosen among those whose name the source has; if it
 # has none of the names, by content, which reads the whole source.
 #
-# Refuses imported caches, which no encoder here has made, and images to generate. Nothing to compare is an error.
+# Refuses imported caches, which no encoder here has made, and validation caches. Nothing to compare is an error.
 
 Positions = npt.NDArray[np.int64]
 SIZES = ("vae_image_size", "resolution", "resolutions_per_sample", "resize_mode", "upscale", "condition_image_size")
@@ -235,12 +235,20 @@ def check_origin(cache: Cache) -> None:
             where=cache.folder,
             do="build a cache from the images instead; `qwen-cache verify` without --re-encode checks the bytes",
         )
-    if cache.table["target"].null_count:
+    if is_for_validation(cache):
         raise ConfigError(
             "this is a cache of images to generate; --re-encode checks caches to train on",
             where=cache.folder,
             do="leave --re-encode out; `qwen-cache build --only-validation` encodes such a cache again",
         )
+
+
+def is_for_validation(cache: Cache) -> bool:
+    """True if the cache has images to generate that give no slider its direction: nothing can be trained on them."""
+    without_target = cache.table["target"].is_null()
+    if SLIDER[0] in cache.table.column_names:
+        without_target = pc.and_(without_target, cache.table[SLIDER[0]].is_null())
+    return bool(pc.any(without_target).as_py())
 
 
 def settings_of_recipe(cache: Cache, settings: Config) -> Config:

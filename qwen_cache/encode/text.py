@@ -61,7 +61,7 @@ class EncodedText:
     image_positions: tuple[int, ...] = ()
     """The places of rows of image tokens that are left out: for each image the number of rows before it."""
     further: tuple[Float[torch.Tensor, "_ D"], ...] = ()
-    """Those of each further prompt after `prefix`."""
+    """The embeddings of each further prompt, after `prefix`."""
 
 
 class TextRequest(NamedTuple):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen_cache.encode.builder import check_tokens, read_job
+from qwen_cache.encode.check import is_for_validation
 from qwen_cache.encode.plan import NEW, BuildPlan, RememberedImages, Rules, make_plan
 from qwen_cache.errors import ConfigError, SourceError
 from qwen_cache.format.cache import Cache, open_configured
@@ -70,7 +71,7 @@ def _check(cache: Cache, settings: Config) -> None:
             where=cache.folder,
             do="leave --source out; `qwen-cache import --dry-run` reads the cache that it was imported from",
         )
-    if cache.table["target"].null_count:
+    if is_for_validation(cache):
         raise ConfigError(
             "inspect does not compare images to generate with their source",
             where=cache.folder,

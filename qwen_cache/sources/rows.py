@@ -375,7 +375,7 @@ def _is_of_prompts(names: Sequence[str], named: Columns, needs: Needs) -> bool:
     roles = {role for role, _ in map(role_of, names) if role not in named} | {role for role in named if named[role]}
     targets = {*GENERIC["target"], *CHOSEN, *(name for pair in COMPARED for name in pair)}
     has_target = "target" in roles or "target" in named or any(name.strip().lower() in targets for name in names)
-    return needs.target and not has_target and (needs.has_direction or roles >= {*SLIDER})
+    return not (needs.to_generate or has_target) and (needs.has_direction or roles >= {*SLIDER})
 
 
 def _compared(columns: dict[str, dict[int, str]], named: Columns, unknown: list[str]) -> str | None:
