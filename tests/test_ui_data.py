@@ -197,6 +197,20 @@ def test_a_rejected_image_is_shown_after_its_target(project: Path) -> None:
         assert page.get("/row", row=c["row"])["details"][-1]["where"] == "data/rejected/c.png"
 
 
+def test_a_table_of_directions_of_a_slider_is_shown_and_edited(tmp_path: Path) -> None:
+    """Its rows have no image."""
+    table, rest = tmp_path / "data/metadata.csv", ",an old face,a young face\na dog,an old dog,\n"
+    table.parent.mkdir()
+    table.write_text(f"prompt,positive_prompt,negative_prompt\na face{rest}", encoding="utf-8")
+    with opened(tmp_path) as client:
+        page = Page(client)
+        whole, half = page.rows()
+        assert (whole["prompts"], whole["images"], whole["problems"]) == (["a face"], [], [])
+        assert [each["what"] for each in half["problems"]] == ["there is a positive prompt, and no negative prompt"]
+        page.prompt(whole, "a nose")
+    assert table.read_text(encoding="utf-8") == f"prompt,positive_prompt,negative_prompt\na nose{rest}"
+
+
 def test_views(page: Page) -> None:
     assert page.names() == NAMES
     assert page.names(start=1, count=2) == ["b", "c"]
