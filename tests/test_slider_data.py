@@ -79,7 +79,7 @@ def cache(source: Path, model: Path) -> Path:
 
 @pytest.mark.usefixtures("small_areas")
 def test_the_prompts_are_encoded_as_a_prompt_is(cache: Path, model: Path, tmp_path: Path) -> None:
-    """As the stock pipeline does it, and as a build does it whose prompt each of them is."""
+    """The same as by the stock pipeline, and by a build whose prompt each of them is."""
     samples = by_name(open_cache(cache))
     assert {name: sample.slider for name, sample in samples.items()} == {
         name: Slider(more, less) if more and less else None for name, (_, more, less) in ROWS.items()
@@ -320,6 +320,8 @@ def test_what_is_no_direction_is_a_problem(
 def test_one_setting_alone_and_a_folder_with_columns_are_refused(pairs: Path, model: Path, tmp_path: Path) -> None:
     alone = build(pairs, tmp_path / "shards", model, "--set", "data.positive_prompt=old")
     refused(alone, "the direction of a slider has two prompts, which differ", "found data.positive_prompt=old")
+    unquoted = build(pairs, tmp_path / "shards", model, "--set", "data.positive_prompt={prompt}, old")
+    refused(unquoted, "put it in quotes: --set 'data.positive_prompt=\"{prompt}, old\"'")
     named = build(pairs, tmp_path / "shards", model, "--set", "data.columns.positive_prompt=old")
     refused(named, "a folder of images has no positive_prompt", "set data.positive_prompt and data.negative_prompt")
 

@@ -33,7 +33,7 @@ from qwen_cache.settings.sections import (
     ValidationConfig,
 )
 from qwen_cache.terminal import naming
-from qwen_cache.text import expected_value
+from qwen_cache.text import expected_value, shell_line
 
 # ---- yaml text -------------------------------------------------------------------------------------------------------
 # YAML from a file or the command line, with bounds: also the qwen.yaml in a cache of somebody else is read.
@@ -246,7 +246,7 @@ def overridden(
         name, equals, text = (part.strip() for part in assignment.partition("="))
         if not equals:
             raise ConfigError("--set takes section.key=value", found=assignment)
-        _assign(value, name, parse_yaml(text, f"--set {name}"), "--set")
+        _assign(value, name, _value_of(name, text), "--set")
         origins.assigned[name] = "--set"
     for each in given:
         if each is not None:
@@ -333,6 +333,21 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError("a mapping of sections is expected", where=path, found=type(value).__name__)
     return value
+
+
+QUOTED = 1000  # characters of a value that an error repeats as it should be
+
+
+def _value_of(name: str, text: str) -> Any:
+    """The value of `--set name=text`."""
+    where = f"--set {name}"
+    try:
+        return parse_yaml(text, where)
+    except ConfigError as error:
+        if error.do is not None or len(text) > QUOTED:
+            raise
+        quoted = shell_line(["--set", f"{name}={json.dumps(text, ensure_ascii=False)}"])
+        raise ConfigError(error.fault, where=where, do=f"if it is text, put it in quotes: {quoted}") from None
 
 
 def _assign(value: dict[str, Any], name: str, new: Any, where: str) -> None:
