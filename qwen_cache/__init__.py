@@ -6,7 +6,7 @@ cache = open_cache("shards")
 sample = cache[0]
 sample.prompt, sample.img_shapes, sample["image_latents"]
 
-The names in `__all__` are the public API; every other module may change without notice (docs/policy.md).
+The names in `__all__` are the public API; every other module may change without notice (docs/explanation/status.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train a transformer of the Qwen-Image family on a cache, and generate images with the result.
 
-The names in `__all__` are the public API; every other module may change without notice (docs/policy.md).
+The names in `__all__` are the public API; every other module may change without notice (docs/explanation/status.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The architecture: imports, public names, and the tree in docs/explanation/architecture.md."""
+"""The architecture: imports, public names, and the files that docs/explanation/architecture.md names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import qwen_cache.settings
 import qwen_cache.sources
 import qwen_cache.storage
 import qwen_train
-from tools import make_tree
 
 from .support.commands import HEAVY, command
 from .support.paths import ROOT
@@ -178,12 +177,6 @@ def test_public_names(package: ModuleType) -> None:
         _ = package.open_shards
 
 
-def test_the_architecture_page_has_the_real_tree() -> None:
-    page = make_tree.PAGE.read_text(encoding="utf-8")
-    assert make_tree.BLOCK.search(page)
-    assert page == make_tree.renewed(page), "run python tools/make_tree.py"
-
-
 def test_files_that_the_architecture_page_names_exist() -> None:
     """In the text, a module is named from the repository's root, or within `qwen_cache`."""
     text = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
@@ -197,7 +190,7 @@ def is_text(node: ast.expr) -> bool:
 
 
 def test_docstrings_begin_with_a_sentence_or_a_noun() -> None:
-    """A reader of a list of first lines, as the tree of the architecture page is, must not need what stands around."""
+    """A reader of a list of first lines, as the tree of the reference is, must not need what stands around."""
     first = re.compile("(What|Those|Whether|Of|As|Where|It) ")
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     for path in (

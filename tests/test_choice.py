@@ -207,7 +207,7 @@ def test_the_table_of_the_docs_is_computed(size: str) -> None:
     if not published_here():
         pytest.skip("with other versions of the libraries it would be measured again")
     tool: Any = load_tool("fit_table")
-    page = (ROOT / "docs/howto/train-on-24gb.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/howto/fit-your-gpu.md").read_text(encoding="utf-8")
     for name in tool.TRANSFORMERS:
         assert tool.exact_cells(name, size) in page
 

@@ -227,7 +227,7 @@ def test_a_card_that_may_be_too_small_is_tried(
 
 @pytest.mark.slow
 def test_the_table_of_the_page_is_computed() -> None:
-    text = (ROOT / "docs" / "howto" / "build-on-a-small-gpu.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "howto" / "fit-your-gpu.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (none|`cache[^|]*) \| ([\d.]+) GB \| ([\d.]+|–)(?: GB)? \|", text, re.MULTILINE)
     assert len(rows) == 5
     for settings, device, host in rows:

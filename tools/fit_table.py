@@ -2,7 +2,7 @@
 
     python tools/fit_table.py [--row "24 GB"] [--measured]
 
-It prints the table of docs/howto/train-on-24gb.md, in the way of `qwen-train plan --fit`: a LoRA of rank 16, in
+It prints the tables of docs/howto/fit-your-gpu.md, in the way of `qwen-train plan --fit`: a LoRA of rank 16, in
 bfloat16, one edit of 1024² with one control. With --measured it prints instead how far the computed seconds are from
 those of the training steps in docs/gpu/, and how many pairs of settings are in the measured order.
 """
@@ -29,17 +29,17 @@ from qwen_train.model.combinations import kind_of, with_layout
 
 TRANSFORMERS = {
     name: {**pieces.DEFAULTS[MODELS[of]["_class_name"]], **MODELS[of]}
-    for name, of in (("Qwen-Image-Edit", "Qwen-Image, Edit and Edit-2509"), ("Qwen-Image-2.1", "Qwen-Image-2.1"))
+    for name, of in (("Qwen-Image-Edit-2509", "Qwen-Image, Edit and Edit-2509"), ("Qwen-Image-2.1", "Qwen-Image-2.1"))
 }
 GB = 10**9
 MACHINES = {
-    **{f"{size} GB": Machine(card_of(None, size * GB), size * GB) for size in (8, 12, 16, 24, 48, 80)},
+    **{f"{size} GB": Machine(card_of(None, size * GB), size * GB) for size in (8, 12, 16, 24, 48, 80, 141)},
     "2 × 24 GB": Machine(card_of(None, 24 * GB), 24 * GB, None, 2),
 }
 
 
 def edit(name: str, text: int | None = None, side: int = 64, controls: int = 1) -> SampleSize:
-    """An edit at 1024² with one control, with the text of one; the 20B family reads its image there too."""
+    """An edit at 1024² with one control, with the text of one; in the 20B family its image is read there, at 384²."""
     is_21 = name == "Qwen-Image-2.1"
     shape = (1, side, side)
     tokens = text if text is not None else 134 if is_21 else 272
@@ -61,20 +61,22 @@ def settings_of_all() -> Config:
 def exact_cells(name: str, size: str) -> str:
     """The first cells of a row: what leaves the result the same."""
     machine = MACHINES[size]
-    cells = [name, size, machine.card]
+    cells = [f"{size}, {machine.card}"]
     if not (found := best(name, machine, exact=True)):
-        return f"| {' | '.join([*cells, 'nothing fits', '–', '–', '–'])} |"
+        return f"| {' | '.join([*cells, 'nothing fits', *'–––'])} |"
     first = found[0]
     host = human_bytes(first.host_memory * machine.gpus) if first.host_memory else "–"
-    return f"| {' | '.join([*cells, words(first, name), human_bytes(first.memory), host, f'{first.seconds:.3g} s'])} |"
+    cells += [words(first, name), human_bytes(first.memory), host]
+    return f"| {' | '.join([*cells, f'{first.seconds:.3g} s, {STEPS * first.seconds / 3600:.1f} h'])} |"
 
 
 def other_cells(name: str, size: str) -> str:
-    """The last cell: the fastest two that change the result, with the seconds of each."""
+    """The last cell: the fastest that changes the result."""
     settings = settings_of_all()
-    found = [each for each in best(name, MACHINES[size], exact=False) if not each.is_exact(settings)]
-    each = [f"{words(it, name)}, {human_bytes(it.memory)}, {it.seconds:.3g} s" for it in found[:2]]
-    return f" {'; '.join(each) or 'nothing fits'} |"
+    for each in best(name, MACHINES[size], exact=False):
+        if not each.is_exact(settings):
+            return f" {words(each, name)}: {each.seconds:.3g} s |"
+    return " nothing fits |"
 
 
 def words(choice: Candidate, name: str) -> str:
@@ -86,13 +88,14 @@ def words(choice: Candidate, name: str) -> str:
     return (" ".join(each) or "defaults") + count
 
 
-HEADER = ("model", "GPU", "computed for", "same result", "GPU memory", "host memory", "a step", "other results")
+STEPS = 2000
+HEADER = ("GPU", "same result", "GPU memory", "RAM", f"a step, {STEPS:,} steps", "other result: a step")
 
 
 def table(sizes: list[str]) -> Iterator[str]:
-    yield f"| {' | '.join(HEADER)} |"
-    yield f"|{' --- |' * len(HEADER)}"
     for name in TRANSFORMERS:
+        yield f"| {name}: {' | '.join(HEADER)} |"
+        yield f"|{' --- |' * len(HEADER)}"
         for size in sizes:
             yield exact_cells(name, size) + other_cells(name, size)
 
@@ -112,7 +115,7 @@ def measured(report: Path) -> list[tuple[str, tuple[Any, ...], float, float]]:
         for each in part["rows"]:
             if "seconds_whole" not in each or "mixed" in each["case"]:
                 continue
-            name = "Qwen-Image-2.1" if "2.1" in each["case"] else "Qwen-Image-Edit"
+            name = "Qwen-Image-2.1" if "2.1" in each["case"] else "Qwen-Image-Edit-2509"
             side = 32 if "512" in each["case"] else 64
             text = each["tokens"] // each["samples"] - 2 * side**2
             batch = [edit(name, text, side)] * each["samples"]

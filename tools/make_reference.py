@@ -3,8 +3,8 @@
     python tools/make_reference.py [FOLDER]
 
 Commands come from the programs, settings from the models of qwen.yaml, errors from their classes, the format from
-schemas/FORMAT.md; mkdocstrings adds the docstrings of the Python API. Nothing in FOLDER (docs/reference) is written by
-hand, and git ignores it.
+schemas/FORMAT.md, the tree of modules from their first sentences; mkdocstrings adds the docstrings of the Python API.
+Nothing in FOLDER (docs/reference) is written by hand, and git ignores it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from make_tree import tree
 
 from qwen_cache import cli as cache_cli
 from qwen_cache.errors import RULES, NoCacheError, QwenCacheError
@@ -64,8 +66,34 @@ def commands(program: str) -> dict[str, Any]:
     return {name: command for name, command in APPS[program].commands.items() if not command.hidden}
 
 
+BOTH = """\
+Both programs read `qwen.yaml` in the current folder, or the file that `--config` names; `--set section.key=value`
+overrides a key, and `config` lists all. An unknown key is an error that names the nearest known one. With `--json`, a
+command prints one JSON document on stdout and everything else on stderr. Exit codes: 0 done, 1 the check found faults,
+2 could not do it, 130 interrupted. `--install-completion` teaches the shell commands and options.
+
+### Progress in a script
+
+```sh
+QWEN_CACHE_PROGRESS=progress.json qwen-cache build data/
+```
+
+While a command shows a progress line, it replaces the file with one JSON document, at most four times a second, even if
+stderr is no terminal. A file that cannot be written gives one warning. Of the processes of a run, the main one writes.
+
+| key | value |
+| --- | --- |
+| `what` | What it does, such as `encoding`; a command may have several lines, one after the other. |
+| `done`, `total` | How much is done, in samples, steps or bytes; `total` is null if it is not known. |
+| `text` | The text beside the bar; a run of `qwen-train` has three lines. |
+| `elapsed`, `left` | Seconds; `left` is null if it is not known. |
+| `lanes` | Of `build`: `name`, `device`, `done` (images or prompts) and `busy` (a share of the time) of each copy of \
+an encoder, or with Ray `name` and `samples_per_second` of each worker. |"""
+"""On both pages, above the commands."""
+
+
 def commands_page(program: str) -> str:
-    parts = [f"# {program}", APPS[program].help]
+    parts = [f"# {program}", APPS[program].help, BOTH]
     for name, command in commands(program).items():
         shown = command.described()
         parts += [f"## {name}", shown.help, f"```text\n{usage(program, name, shown)}\n```"]
@@ -125,7 +153,8 @@ def _section(name: str, reference: dict[str, Any], sections: dict[str, Any]) -> 
         if "$ref" not in value:
             default = json.dumps(value["default"], ensure_ascii=False) if "default" in value else "required"
             title = TITLES.get(f"{name}.{key}", "")
-            rows.append((code(key), title, kind(value), code(default), value.get("description", "")))
+            text = value.get("description", "").replace("][", "]\\[")  # no link
+            rows.append((code(key), title, kind(value), code(default), text))
     return [f"## {name}", table(("key", "title", "value", "default", "description"), iter(rows)), *inner]
 
 
@@ -147,7 +176,7 @@ def kind(schema: dict[str, Any]) -> str:
     return " ".join([word, ", ".join(bounds)]).strip()
 
 
-# ---- errors, the format, the API -------------------------------------------------------------------------------------
+# ---- errors, the format, the API, the tree --------------------------------------------------------------------------
 
 
 def errors_page() -> str:
@@ -176,12 +205,17 @@ def format_page() -> str:
 def api_page() -> str:
     intro = (
         "These names are the public API. Everything else is internal and may change without notice: "
-        "[what may change](../policy.md)."
+        "[what may change](../explanation/status.md#what-may-change)."
     )
     parts = ["# Python", intro]
     for heading, names in API.items():
         parts += [f"## {heading}", *(f"::: {name}" for name in names)]
     return "\n\n".join(parts)
+
+
+def tree_page() -> str:
+    intro = "By the first sentences of their docstrings. [Find your way in the code](../explanation/architecture.md)."
+    return f"# Every module\n\n{intro}\n\n```text\n{tree()}```"
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -191,6 +225,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "format.md": format_page,
     "python.md": api_page,
     "errors.md": errors_page,
+    "tree.md": tree_page,
 }
 
 

@@ -1,20 +1,17 @@
-"""Write the tree of docs/explanation/architecture.md: every module with the first sentence of its docstring.
+"""The tree of both packages: every module with the first sentence of its docstring.
 
     python tools/make_tree.py
 
-tests/test_architecture.py refuses a page with another tree.
+tools/make_reference.py puts it on a page of the reference.
 """
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "explanation" / "architecture.md"
-BLOCK = re.compile(r"(?<=```text\n)qwen_cache/.*?(?=```)", flags=re.DOTALL)
 COLUMN = 28
 """The column in which the sentences begin."""
 
@@ -22,11 +19,6 @@ COLUMN = 28
 def tree() -> str:
     """The lines of the tree: both packages, their folders and modules; empty modules have none."""
     return "".join(f"{line}\n" for package in ("qwen_cache", "qwen_train") for line in _lines(ROOT / package, 0))
-
-
-def renewed(page: str) -> str:
-    """The text of the page with the tree of the modules as they are."""
-    return BLOCK.sub(lambda _: tree(), page)
 
 
 def _lines(folder: Path, depth: int) -> Iterator[str]:
@@ -45,4 +37,4 @@ def _line(name: str, module: Path, depth: int) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    print(tree(), end="")

@@ -1,15 +1,35 @@
-"""The cost of 10⁹ samples: bytes, GPU hours, requests and money, as docs/explanation/scale.md quotes it.
+"""The cost of a million and of a billion samples: bytes, GPU hours, requests and money; and where the design ends.
 
     python tools/scale_costs.py
 
 Nothing here is measured on 10⁹ samples. Bytes and FLOPs follow from the sizes of the 20B family (FLOPs of the encoders:
 torch's FlopCounterMode on networks of the real sizes), times from 40 % of a GPU's peak. Prices are assumptions, of the
-source and date that PRICES names.
+source and date that PRICES names. The first table is in docs/howto/use-more-machines.md.
+
+A billion edits keep 100 GPUs busy with encoding for ten days, and 1,000 GPUs with an epoch of training for 20 days. To
+store them for a month costs three and a half times as much as to encode them: for a single pass over new data, encode
+shortly before training, and remove what has been trained. Requests cost nothing next to that, since shards are large.
+Reading from outside the bucket's region costs more for one epoch than two months of storage.
+
+Where the design breaks, in this order. The manifest lists every shard, and readers refuse one above 64 MiB;
+cache.shard_size raises that limit in proportion, but a lost worker then repeats more. Every process that builds,
+inspects or trains holds the columns that it needs of all rows; of eight processes on a machine each can have an eighth
+of its memory. Every commit writes the one index whole: with a commit after every ten million samples of a billion, ten
+terabytes in all. An epoch is one permutation of all rows: 8 GB, minutes to sort, and a random read for every sample.
+`verify` reads every byte: at 6 GB/s a core, 11.8 PB take 550 core hours. Keys are not on the list: of 128 bits, two
+among 10⁹ are equal with a probability of 10⁻²¹.
+
+What would be changed then: an index in parts, of which a commit adds one (a new format version); a manifest of
+manifests, by the hash of each list; an order in two steps, parts and then rows within a window of parts, which holds a
+few hundred MB and shares reads, but is less random; thin rows of token counts, an offset and a hash, 60 bytes, with
+names and prompts in a file of their own; `verify` by sampling, with the probability of missing damage; prefix
+embeddings stored once for all prompts of an image, or in eight bits, where a test shows that the loss does not suffer.
+All of this makes smaller caches harder to read for other programs, so it waits for a user with 10⁸ rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 SAMPLES = 10**9
@@ -101,8 +121,8 @@ def dollars(amount: float) -> str:
 def rows() -> Iterator[tuple[str, list[str]]]:
     """The cost of all samples of each kind."""
 
-    def each(show: object) -> list[str]:
-        return [show(kind) for kind in KINDS]  # type: ignore[operator]
+    def each(show: Callable[[Kind], str]) -> list[str]:
+        return [show(kind) for kind in KINDS]
 
     price = {name: value for name, (value, _) in PRICES.items()}
     gets = {kind: SAMPLES * -(-kind.bytes // BLOCK) for kind in KINDS}
@@ -119,6 +139,19 @@ def rows() -> Iterator[tuple[str, list[str]]]:
     yield "storage, money a month", each(lambda k: dollars(SAMPLES * k.bytes / 1e9 * price["GB and month"]))
     yield "writing, requests", each(lambda k: f"{puts[k] / 1e6:,.0f} M: {dollars(puts[k] / 1e3 * price['1000 PUT'])}")
     yield "an epoch, requests", each(lambda k: f"{gets[k] / 1e9:.0f} G: {dollars(gets[k] / 1e3 * price['1000 GET'])}")
+
+
+def million() -> Iterator[tuple[str, list[str]]]:
+    """The figures that a reader decides by, for 10⁶ samples."""
+
+    def each(show: Callable[[Kind], str]) -> list[str]:
+        return [show(kind) for kind in KINDS]
+
+    month, share = PRICES["GB and month"][0], 1e6 / SAMPLES
+    yield "cache", each(lambda k: f"{k.bytes / 1e6:.1f} TB")
+    yield "stored in S3 for a month", each(lambda k: f"{1e6 * k.bytes / 1e9 * month:.0f} $")
+    yield "encoding, H100 hours", each(lambda k: f"{share * gpu_hours(k.encode_tflop):.1f}")
+    yield "an epoch of LoRA, H100 hours", each(lambda k: f"{share * gpu_hours(k.train_tflop):.0f}")
 
 
 def petabyte() -> Iterator[tuple[str, list[str]]]:
@@ -141,7 +174,7 @@ def limits() -> Iterator[tuple[str, list[str]]]:
     yield "the manifest lists every shard (64 MiB)", [most, f"shards of {needed}"]
     for name, row in (("`build`, `inspect`", ROW_IN_A_BUILD), ("a trainer", ROW_IN_A_TRAINER)):
         yield (
-            f"memory of {name}, {row:,} bytes a row",
+            f"memory of {name}, at most {row:,} bytes a row",
             [f"{HOST / row:.2g}", f"{row * SAMPLES / 1e9:,.0f} GB in each process"],
         )
     yield "one index, written whole by each commit", ["none", f"{ROW_OF_INDEX * SAMPLES / 1e9:.0f} GB a commit"]
@@ -155,6 +188,7 @@ def table(first: str, columns: Sequence[str], lines: Iterator[tuple[str, list[st
 def tables() -> list[str]:
     prices = ((name, [f"{value:g} $", source]) for name, (value, source) in PRICES.items())
     return [
+        table("10⁶ samples", [kind.name for kind in KINDS], million()),
         table("10⁹ samples", [kind.name for kind in KINDS], rows()),
         table("a petabyte", ["money"], petabyte()),
         table("limit", ["reached at samples", "needed for 10⁹"], limits()),

@@ -82,7 +82,7 @@ REPAIR = flag("--repair", OUTPUT, "Encode the damaged samples of the cache again
 
 
 @command(
-    page="sources.md",
+    page="data.md",
     examples=[
         "qwen-cache build data --model Qwen/Qwen-Image-Edit-2509",
         "qwen-cache build data --vae-device cuda:0 --text-device cuda:1 --dry-run",

@@ -43,7 +43,7 @@ PARTS = ("text_encoder", "tokenizer", "processor")
 
 
 @command(
-    page="howto/write-captions.md",
+    page="data.md",
     examples=["qwen-cache caption data --dry-run", "qwen-cache caption data/metadata.csv --text-device cuda:0,cuda:1"],
 )
 def caption(

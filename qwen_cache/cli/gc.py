@@ -14,7 +14,7 @@ from qwen_cache.text import plain
 GRACE_HOURS = 24.0  # longer than the upload of a shard, or of one step of a build
 
 
-@command(page="howto/migrate-and-merge.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc s3://bucket/shards"])
+@command(page="howto/look-after-a-cache.md", examples=["qwen-cache gc --dry-run", "qwen-cache gc s3://bucket/shards"])
 def gc(
     cache: Given | None = READ_CACHE,
     dry_run: bool = flag("--dry-run", OUTPUT, "List what would be deleted; delete nothing."),

@@ -71,8 +71,8 @@ FITTING: tuple[tuple[float, dict[str, Any]], ...] = (
     (7.8e9, {"train.offload_blocks": 60}),
 )
 """Bytes of GPU memory for a LoRA on the 20B model (1024², one control), and the settings that achieve them, from
-docs/howto/train-on-24gb.md. Only settings that leave the numbers unchanged, fastest first."""
-IN_8_BITS = 21.7e9
+docs/howto/fit-your-gpu.md. Only settings that leave the numbers unchanged, fastest first."""
+IN_8_BITS = 21.5e9
 """The same for weights and products in int8, which are faster than offloading."""
 MEASURED = 16
 """Samples of which the images are measured: a fault of one program is in all of its images."""

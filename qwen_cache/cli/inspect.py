@@ -67,7 +67,7 @@ CONFIG_OF_BUILD = option(SETTINGS, "The settings file.", "FILE", shown="qwen.yam
 
 
 @command(
-    page="howto/find-bad-samples.md",
+    page="howto/look-after-a-cache.md",
     examples=["qwen-cache inspect --html page.html", "qwen-cache inspect shards --sample cats/017"],
     renamed={"--gallery": "--thumbnails", "--pictures": "--save-images", "--worst": "--top"},
 )

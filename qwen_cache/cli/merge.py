@@ -34,7 +34,7 @@ Version = Literal["v1", "v2"]
 
 
 @command(
-    page="howto/migrate-and-merge.md",
+    page="howto/look-after-a-cache.md",
     examples=["qwen-cache migrate v1 v2", "qwen-cache migrate v2 v1 shards --out shards-v1"],
 )
 def migrate(
@@ -69,7 +69,7 @@ def migrate(
 
 
 @command(
-    page="howto/migrate-and-merge.md",
+    page="howto/look-after-a-cache.md",
     examples=[
         "qwen-cache merge shards-a shards-b --out shards",
         "qwen-cache merge shards --select 'cats/*' --out cats",

@@ -27,10 +27,11 @@ if TYPE_CHECKING:
 
 
 @command(
-    page="howto/share-a-cache.md",
+    page="howto/store-and-share.md",
     examples=[
-        "qwen-cache push hf://datasets/OWNER/NAME --dry-run",
-        "qwen-cache push shards OWNER/NAME --license cc-by-4.0 \\\n     --source-license 'CC BY 4.0, by Jane Doe'",
+        "qwen-cache push shards hf://datasets/OWNER/NAME --dry-run",
+        "qwen-cache push shards hf://datasets/OWNER/NAME --license cc-by-4.0 \\\n"
+        "     --source-license 'CC BY 4.0, by Jane Doe'",
     ],
     renamed={"--no-gallery": "--no-images"},
 )

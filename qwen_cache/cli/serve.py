@@ -44,7 +44,7 @@ SOURCE = "A source whose rows clients name in place of sending them; read when t
 
 
 @command(
-    page="howto/encode-for-a-team.md",
+    page="howto/use-more-machines.md",
     examples=[
         "qwen-cache serve --vae-device cuda:0 --text-device cuda:1",
         "qwen-cache serve --out s3://team/shards --listen 0.0.0.0:8077 --token-file t",

@@ -48,7 +48,7 @@ MAX_PROBLEMS = 20  # that are listed
 
 @command(
     "import",
-    page="howto/import-a-cache.md",
+    page="howto/store-and-share.md",
     examples=[
         "qwen-cache import musubi cache --out shards --model Qwen/Qwen-Image-Edit-2509",
         "qwen-cache import qflux cache --out shards --model Qwen/Qwen-Image-Edit \\\n"
@@ -205,7 +205,7 @@ def _import_json(plan: ImportPlan, update: Update) -> dict[str, Any]:
 
 
 @command(
-    page="howto/export-a-cache.md",
+    page="howto/store-and-share.md",
     examples=[
         "qwen-cache export shards --to qflux --out qflux --on-error skip",
         "qwen-cache export s3://team/a --to musubi --out musubi --leave-out edit_mask",

@@ -37,7 +37,7 @@ SHOWN = 20
 
 
 @command(
-    page="howto/share-a-cache.md",
+    page="howto/store-and-share.md",
     examples=["qwen-cache verify s3://bucket/shards --json", "qwen-cache verify shards --re-encode 20 --source data"],
 )
 def verify(

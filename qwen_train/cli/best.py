@@ -17,7 +17,7 @@ STEP = option(INPUT, "The checkpoint of this step, or best: the one that `qwen-t
 
 
 @command(
-    page="howto/watch-a-run.md",
+    page="howto/improve-a-lora.md",
     examples=[
         "qwen-train best",
         "qwen-train best runs/cats --likeness dinov2-base/",

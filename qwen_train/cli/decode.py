@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @command(
-    page="howto/watch-a-run.md",
+    page="howto/watch-and-resume.md",
     examples=["qwen-train decode", "qwen-train decode runs/cats --watch --vae-device cuda:1"],
 )
 def decode(

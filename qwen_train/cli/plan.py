@@ -39,7 +39,7 @@ LEAST_MEMORY = 1 << 20  # bytes; less means a forgotten unit
 
 
 @command(
-    page="howto/train-on-24gb.md",
+    page="howto/fit-your-gpu.md",
     examples=[
         "qwen-train plan --fit --gpu-memory 24GB",
         "qwen-train plan --set train.offload_blocks=20 --json",

@@ -9,7 +9,7 @@ from qwen_cache.settings.given import Given
 from qwen_cache.terminal import print_done, print_json
 
 
-@command(page="howto/watch-a-run.md", examples=["qwen-train report", "qwen-train report runs/cats"])
+@command(page="howto/watch-and-resume.md", examples=["qwen-train report", "qwen-train report runs/cats"])
 def report(
     folder: Given | None = setting_argument("train.output_dir", "FOLDER", "The output folder of a run."),
     json: bool = JSON,
