@@ -395,12 +395,13 @@ def resume_command(
 #       step-500/KEY.safetensors, KEY.png   generated after step 500
 #       target/, controls/                  the cached images that belong to them; controls also as KEY-2.png, …
 #       losses/step-500.json                the losses of held-out samples after step 500
+#       preference_losses/step-500.json     those of held-out pairs, by train.dpo
 #       likeness.json                       how much the images resemble the targets, by a model of `best --likeness`
 
 VALIDATION = "validation"
 """The folder for the latents of validation images."""
-SAMPLE_LOSSES = "losses"
-"""Its folder for the validation losses of each sample: {KEY: [the loss in each quarter of the noise levels]}."""
+SAMPLE_LOSSES, PAIR_LOSSES = "losses", "preference_losses"
+"""Its folders for the losses of held-out samples and pairs: {KEY: [the loss in each quarter of the noise levels]}."""
 LIKENESS_NAME = "likeness.json"
 """Its file for `best --likeness`: {model, training_targets, images: {step-N/KEY: {latents: the hash of the file, and
 target or training: a cosine similarity}}}."""

@@ -24,7 +24,7 @@ from qwen_cache.errors import QwenCacheError, TrainError, first_line
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import TrainConfig
 from qwen_cache.storage.files import write_durably
-from qwen_cache.terminal import console, progress
+from qwen_cache.terminal import console, plural, progress
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batch
 from qwen_train.lora.adapter import ASSISTANT, TRAINED, without
@@ -33,7 +33,7 @@ from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
 from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Requests, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
-from qwen_train.training.loss import NonFiniteGuard, compute_loss, with_reference, with_teacher, zero_loss
+from qwen_train.training.loss import NonFiniteGuard, compute_loss, pair_losses, with_reference, with_teacher, zero_loss
 from qwen_train.training.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.training.optimizers import evaluation_weights
 from qwen_train.training.prepare import Prepared, make_batches, note_commits, plan_summary, prepare, run_facts
@@ -259,17 +259,19 @@ def validate(p: Prepared) -> dict[str, float]:
             measured = p.validation.losses(
                 lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
             )
-            compared = {} if p.config.train.dpo.beta is None else preferences_of(p, p.validation, measured)
+            gained = None if p.config.train.dpo.beta is None else gained_by_targets(p, p.validation, measured)
+        pairs = None if gained is None else pair_losses(measured, gained, p.config.train.dpo)
         if p.accelerator.is_main_process:
-            p.validation.write(p.out, p.run.step, measured)
-        losses = mean_losses(measured) | compared
+            p.validation.write(p.out, p.run.step, measured, pairs)
+        losses = mean_losses(measured) | ({} if gained is None else preferences_told(p.run.step, gained))
     if p.images and p.images.due(p.run.step):
         generate_images(p, p.images)
     return losses
 
 
-def preferences_of(p: Prepared, validation: Validation, losses: Float[Tensor, "N 4"]) -> dict[str, float]:
-    """Which image of each held-out pair the LoRA prefers; `losses` are those of the targets."""
+def gained_by_targets(p: Prepared, validation: Validation, losses: Float[Tensor, "N 4"]) -> Float[Tensor, "N 4"]:
+    """How much more the LoRA has added to the loss of the target of each held-out pair than to that of its rejected
+    image, so that less is better; `losses` are those of the targets."""
 
     def loss_of(batch: Batch) -> Tensor:
         return compute_loss(p.transformer, batch.to(p.accelerator.device, p.dtype))
@@ -277,11 +279,14 @@ def preferences_of(p: Prepared, validation: Validation, losses: Float[Tensor, "N
     rejected = validation.losses(loss_of, p.accelerator, rejected=True)
     with without(p.transformer, TRAINED):
         reference = [validation.losses(loss_of, p.accelerator, rejected=which) for which in (False, True)]
-    values = preferences(losses, rejected, *reference)
+    return (losses - reference[0]) - (rejected - reference[1])
+
+
+def preferences_told(step: int, gained: Float[Tensor, "N 4"]) -> dict[str, float]:
+    """The accuracy of preference and its margin, which are printed."""
+    values, pairs = preferences(gained), plural(len(gained), "held-out pair")
     accuracy, margin = values.values()
-    text = (
-        f"step {p.run.step}: preference accuracy {accuracy:.2f}, margin {margin:+.2g}, of {len(losses)} held-out pairs"
-    )
+    text = f"step {step}: preference accuracy {accuracy:.2f}, margin {margin:+.2g}, of {pairs}"
     console().print(text, highlight=False)
     return values
 

@@ -65,10 +65,12 @@ def write_images(
     return written(run, distances)
 
 
-def write_losses(run: Path, losses: Mapping[int, float], noise: float = 0.02, units: int = UNITS) -> Path:
+def write_losses(
+    run: Path, losses: Mapping[int, float], noise: float = 0.02, units: int = UNITS, name: str = "losses"
+) -> Path:
     """A run whose samples have such losses, of unlike sizes."""
     random = np.random.default_rng(3)
-    folder = run / "validation" / "losses"
+    folder = run / "validation" / name
     folder.mkdir(parents=True, exist_ok=True)
     for step, loss in losses.items():
         values = 1 + np.arange(units) + loss + noise * random.normal(size=units)
@@ -135,6 +137,14 @@ def test_images_of_trained_samples_and_runs_without_scores_propose_nothing(tmp_p
     said = "no step can be proposed\nNothing says how good a step is: set train.validation_split"
     assert plain.stdout.startswith(said)
     refused(run("qwen-train", "best", tmp_path), f"{tmp_path}: no run here", "metrics.jsonl")
+
+
+def test_pairs_decide_where_preferences_are_learnt(tmp_path: Path) -> None:
+    write_losses(tmp_path, {step: step / 100 for step in IMPROVES})
+    best = best_of(write_losses(tmp_path, IMPROVES, name="preference_losses"))
+    assert (best.step, best.judges) == (200, ("preference loss", "validation loss"))
+    assert "over 6 held-out pairs, step" in best.reasons[1]
+    assert best.reasons[2].startswith("By the validation loss, over 6 held-out samples, step 0 is the best")
 
 
 def test_the_loss_decides_and_what_disagrees_is_said(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import NoisedSample
 from qwen_train.data.samples import Mixture, check_dpo, unused_rejected
 from qwen_train.training import loss as loss_module
+from qwen_train.training.best import best_of
 
 from .support.caches import build
 from .support.commands import run
@@ -175,7 +176,7 @@ def with_fault(function: Any, old: str, new: str) -> Any:
 
 
 FAULTS = {
-    "the sign": (loss_module, "preference_loss", "z = -dpo.beta", "z = dpo.beta"),
+    "the sign": (loss_module, "pair_losses", "z = -dpo.beta", "z = dpo.beta"),
     "the reference has the LoRA": (loss_module, "with_reference", ", without(transformer, TRAINED)", ""),
     "the mean over tokens": (loss_module, "sample_errors", "/ weight.sum(dim=1)", "/ (weight.sum() / len(weight))"),
     "another noise": (NoisedSample, "rejected", "generator.set_state(state)", "generator.manual_seed(1)"),
@@ -261,6 +262,10 @@ def test_the_accuracy_of_preference_rises_on_held_out_pairs(preferring: Preferri
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "preference accuracy" in page
     assert "of held-out pairs after step 20, by a margin of" in page
+    best = best_of(tmp_path / "out")
+    assert (best.step, best.within) == (20, (20,))
+    (score,) = (each for each in best.scores.scores if each.name == "preference loss")
+    assert score.values[0].tolist() == pytest.approx([math.log(2)] * score.units)
 
 
 @pytest.mark.slow

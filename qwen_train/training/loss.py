@@ -107,22 +107,30 @@ def preference_loss(
     """Diffusion-DPO in its flow-matching form, the mean over pairs: rows 2i are targets, rows 2i + 1 rejected images.
 
         e, r = the mean squared errors of `velocity` and of `reference` against noise - clean, of each row (`flow`)
-        z    = -beta · [(e_target - r_target) - (e_rejected - r_rejected)]
-        loss = -(1 - label_smoothing) · log sigmoid(z) - label_smoothing · log sigmoid(-z) + rpo_alpha · e_target
-
-    A positive z prefers the target more than the reference does. Equation 14 of arXiv 2311.12908 (Wallace et al.), for
-    the velocity as in Flow-DPO (arXiv 2501.13918, Liu et al.), with a weight of the noise level that is constant. Their
-    factors are in `beta`: diffusers' script has -beta_dpo / 2 before the bracket, which stands for T · omega, and
-    Flow-DPO -beta / 2 before sums over all values; ours are means over tokens and channels, as diffusers'. So `beta`
-    is beta_dpo / 2. The terms with `label_smoothing` and `rpo_alpha` are TRL's. The whole is multiplied by
-    `sample_weight`.
+    and `pair_losses` of them, times `sample_weight`. Equation 14 of arXiv 2311.12908 (Wallace et al.), for the velocity
+    as in Flow-DPO (arXiv 2501.13918, Liu et al.), with a weight of the noise level that is constant. Their factors are
+    in `beta`: diffusers' script has -beta_dpo / 2 before the bracket, which stands for T · omega, and Flow-DPO
+    -beta / 2 before sums over all values; ours are means over tokens and channels, as diffusers'. So `beta` is
+    beta_dpo / 2. The terms with `label_smoothing` and `rpo_alpha` are TRL's.
     """
     errors = sample_errors(velocity, batch.noise - batch.clean, batch.weight)
     gained = errors - sample_errors(reference, batch.noise - batch.clean, batch.weight)
+    return (batch.sample_weight[::2] * pair_losses(errors[::2], gained[::2] - gained[1::2], dpo)).mean()
+
+
+def pair_losses(errors: Float[Tensor, "*N"], gained: Float[Tensor, "*N"], dpo: DpoConfig) -> Float[Tensor, "*N"]:
+    """The losses of pairs whose targets have these `errors`, by how much more those `gained` than the rejected images.
+
+        gained = (e_target - r_target) - (e_rejected - r_rejected)
+        z      = -beta · gained
+        loss   = -(1 - label_smoothing) · log sigmoid(z) - label_smoothing · log sigmoid(-z) + rpo_alpha · e_target
+
+    A positive z prefers the target more than the reference does.
+    """
     assert dpo.beta is not None
-    z = -dpo.beta * (gained[::2] - gained[1::2])
+    z = -dpo.beta * gained
     preferred = -(1 - dpo.label_smoothing) * logsigmoid(z) - dpo.label_smoothing * logsigmoid(-z)
-    return (batch.sample_weight[::2] * (preferred + dpo.rpo_alpha * errors[::2])).mean()
+    return preferred + dpo.rpo_alpha * errors
 
 
 def with_reference(transformer: Any, batch: Batch, settings: TrainConfig) -> Batch:

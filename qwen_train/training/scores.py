@@ -35,6 +35,7 @@ from qwen_train.run import (
     EDIT_MASK,
     LEVELS,
     LIKENESS_NAME,
+    PAIR_LOSSES,
     RUN_FACTS_NAME,
     SAMPLE_LOSSES,
     STEP,
@@ -44,12 +45,14 @@ from qwen_train.run import (
 
 SCALES = (1, 2, 4)
 """Sides of the averaged squares, in latents."""
-LOSS, TARGET, LIKENESS = "validation loss", "distance to target", "likeness to target"
+PREFERENCE, LOSS = "preference loss", "validation loss"
+TARGET, LIKENESS = "distance to target", "likeness to target"
 LIKENESS_TO_ALL = "likeness to the mean of the training targets"
 DRIFT, SEEDS = "difference from no LoRA", "difference between seeds"
-JUDGES = (LOSS, TARGET, LIKENESS)
-"""The scores that say how good a step is. The loss comes first: it has more samples, and a distance to one target is
-less for a blurred image than for a sharp one that differs. Likeness to targets that were trained does not say it."""
+JUDGES = (PREFERENCE, LOSS, TARGET, LIKENESS)
+"""The scores that say how good a step is. That of pairs comes first: it is what `train.dpo` learns, often at the cost
+of the loss. Of the others the loss does: it has more samples, and a distance to one target is less for a blurred image
+than for a sharp one that differs. Likeness to targets that were trained does not say it."""
 HIGHER = (LIKENESS, LIKENESS_TO_ALL)
 """The scores of which more is better."""
 LARGEST = 1e100  # squares must not overflow
@@ -115,13 +118,14 @@ def read_scores(folder: Path) -> Scores:
     """The scores of the run in `folder`; maybe none."""
     found = Scores([])
     tables: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(dict)
-    for step, path in _steps(folder / VALIDATION / SAMPLE_LOSSES, ".json"):
-        try:
-            losses = {key: _mean(levels) for key, levels in parse_json(read_file(path)).items()}
-        except (*UNREADABLE, AttributeError):
-            found.unread.append(path)
-        else:
-            tables[LOSS, "held-out sample"][step] = losses
+    for name, of, place in ((PREFERENCE, "held-out pair", PAIR_LOSSES), (LOSS, "held-out sample", SAMPLE_LOSSES)):
+        for step, path in _steps(folder / VALIDATION / place, ".json"):
+            try:
+                losses = {key: _mean(levels) for key, levels in parse_json(read_file(path)).items()}
+            except (*UNREADABLE, AttributeError):
+                found.unread.append(path)
+            else:
+                tables[name, of][step] = losses
     with np.errstate(all="ignore"):  # a model that diverged generates infinities
         for step, name, of, values in _image_scores(folder, found):
             tables[name, of][step] = values

@@ -40,6 +40,7 @@ from qwen_train.run import (
     LEVELS,
     LOSS,
     LOSSES,
+    PAIR_LOSSES,
     PREFERENCE_ACCURACY,
     PREFERENCE_MARGIN,
     SAMPLE_LOSSES,
@@ -85,12 +86,14 @@ class Validation:
                 losses[i, level] = 0.0 if is_filler else loss
         return accelerator.reduce(losses.to(accelerator.device)) if accelerator.num_processes > 1 else losses
 
-    def write(self, folder: Path, step: int, losses: Float[Tensor, "N 4"]) -> None:
-        """Write the losses to `folder`/validation/losses, by the keys of their samples."""
+    def write(self, out: Path, step: int, losses: Float[Tensor, "N 4"], pairs: Float[Tensor, "N 4"] | None) -> None:
+        """Write the losses to `out`/validation/losses, and those of `pairs` beside it, by the keys of their samples."""
         keys = [sample.key for sample in self.samples]
-        make_folder(folder / VALIDATION / SAMPLE_LOSSES)
-        data = json.dumps(dict(zip(keys, losses.tolist(), strict=True))).encode("utf-8")
-        write_durably(folder / VALIDATION / SAMPLE_LOSSES / f"step-{step}.json", data)
+        for name, each in {SAMPLE_LOSSES: losses, PAIR_LOSSES: pairs}.items():
+            if each is not None:
+                make_folder(out / VALIDATION / name)
+                data = json.dumps(dict(zip(keys, each.tolist(), strict=True))).encode("utf-8")
+                write_durably(out / VALIDATION / name / f"step-{step}.json", data)
 
 
 def mean_losses(losses: Float[Tensor, "N 4"]) -> dict[str, float]:
@@ -99,19 +102,14 @@ def mean_losses(losses: Float[Tensor, "N 4"]) -> dict[str, float]:
     return {LOSS: sum(means) / LEVELS, **dict(zip(LOSSES, means, strict=True))}
 
 
-def preferences(
-    losses: Float[Tensor, "N 4"],
-    rejected: Float[Tensor, "N 4"],
-    reference: Float[Tensor, "N 4"],
-    rejected_reference: Float[Tensor, "N 4"],
-) -> dict[str, float]:
-    """The accuracy of preference, and its margin, from the losses with the LoRA and without it.
+def preferences(gained: Float[Tensor, "N 4"]) -> dict[str, float]:
+    """The accuracy of preference, and its margin, from how much more targets `gained` than rejected images.
 
     The margin of a pair is how much more the LoRA has added to the loss of the rejected image than to that of the
     target, as a mean over the noise levels; the accuracy is the share of pairs with a positive one, where 0 counts
     half. It is 0.5 before training.
     """
-    margins = ((rejected - rejected_reference) - (losses - reference)).mean(dim=1)
+    margins = -gained.mean(dim=1)
     accuracy = (margins > 0).double() + (margins == 0).double() / 2
     return {PREFERENCE_ACCURACY: float(accuracy.mean()), PREFERENCE_MARGIN: float(margins.mean())}
 
