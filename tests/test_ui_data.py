@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import struct
 import threading
@@ -209,6 +210,17 @@ def test_a_table_of_directions_of_a_slider_is_shown_and_edited(tmp_path: Path) -
         assert [each["what"] for each in half["problems"]] == ["there is a positive prompt, and no negative prompt"]
         page.prompt(whole, "a nose")
     assert table.read_text(encoding="utf-8") == f"prompt,positive_prompt,negative_prompt\na nose{rest}"
+
+
+def test_a_rejected_image_that_is_its_target_is_a_problem_before_a_build(project: Path) -> None:
+    shutil.copytree(project / "data/target_images", project / "data/rejected", ignore=shutil.ignore_patterns("*.txt"))
+    with opened(project) as client:
+        page = Page(client)
+        page.listed()
+        page.post("/check")
+        wait_until(lambda: page.get()["check"]["state"] != "running")
+        (problem,) = page.row("c")["problems"]
+        assert problem["what"] == "data/rejected/c.png: the rejected image is the target"
 
 
 def test_views(page: Page) -> None:

@@ -32,6 +32,7 @@ from qwen_cache.sources.detect import without_gc
 from qwen_cache.sources.images import PLUGINS, has_other_profile, open_mask, open_rgb, upright_size
 from qwen_cache.sources.rows import Readable, Row, limits_exceeded
 from qwen_cache.sources.sizes import (
+    REJECTED_TARGET,
     Resolution,
     Size,
     SourceImage,
@@ -547,8 +548,8 @@ def _samples_of(
     except SourceError as error:
         return (as_problem(row, error.where, error),)
     if worse is not None and worse == target:
-        what, do = f"{row.name}: the rejected image is the target", "name another image, or leave one of them out"
-        return (Problem(row.where, what, do),)
+        what, do = REJECTED_TARGET
+        return (Problem(row.where, f"{row.name}: {what}", do),)
     try:
         originals = [SourceImage(image.where, image.size()) for image in images]
         if row.target:

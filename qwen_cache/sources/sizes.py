@@ -27,6 +27,8 @@ Box = tuple[float, float, float, float]
 ROUNDING = 32  # the pipelines' own: twice the 16 pixels of a token, so that they accept all of these sizes
 MAX_ASPECT_RATIO = 200  # beyond it, Qwen2.5-VL's image processor raises
 MASK_SHAPE = 0.01  # a mask may have another size than its target, but not another shape
+REJECTED_TARGET = ("the rejected image is the target", "name another image, or leave one of them out")
+"""The problem of a row whose two images have the same bytes, and advice."""
 SAME_SHAPE = 0.03  # rounding to 32 pixels changes an aspect ratio by this much at about a megapixel
 
 

@@ -33,7 +33,7 @@ from qwen_cache.sources.detect import Entry
 from qwen_cache.sources.images import open_mask, open_rgb, upright_size
 from qwen_cache.sources.places import File
 from qwen_cache.sources.rows import Readable
-from qwen_cache.sources.sizes import Resolution, Size, SourceImage, mask_fault, sizes_of
+from qwen_cache.sources.sizes import REJECTED_TARGET, Resolution, Size, SourceImage, mask_fault, sizes_of
 from qwen_cache.storage.files import replace, unless_in_use
 from qwen_cache.storage.remembered import RememberedFiles
 from qwen_cache.storage.remote import Location, is_remote
@@ -327,8 +327,10 @@ def faults_of(facts: Facts, resolution: Resolution) -> Iterator[tuple[Readable, 
     originals = [SourceImage(str(each.image), each.size) for each in (facts.target, *facts.controls) if each]
     if facts.is_broken or facts.target is None:
         return
+    worse = facts.rejected
+    if worse and worse.digest == facts.target.digest:
+        yield worse.image, *REJECTED_TARGET
     try:
-        worse = facts.rejected
         sizes_of(originals, resolution, SourceImage(str(worse.image), worse.size) if worse else None)
     except SourceError as error:
         at_fault = next(
