@@ -57,10 +57,6 @@ def train_started(start: Start) -> Path:
     p = prepare(start)
     run, accelerator, settings = p.run, p.accelerator, p.config.train
     log = MetricsLog(p.out, accelerator, p.config, run.step)
-    if p.decoder:
-        from qwen_train.training.watch import forget_images
-
-        forget_images(p.out, run.step)
     memory = memory_for_training(accelerator.device)
     with closing(log), closing(Steps(p)) as steps, memory, Signals() as signals, progress() as bar:
         take_steps(p, log, steps, signals, start.requests, bar)

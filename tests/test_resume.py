@@ -41,7 +41,7 @@ from .support.commands import refused
 from .support.crash import Crash
 from .support.marks import slow
 from .support.ranks import second_of_two
-from .support.runs import EVERYTHING_RANDOM, LORA, Trainer, column, differences, metrics, run_training, written
+from .support.runs import EVERYTHING_RANDOM, IMAGES, LORA, Trainer, column, differences, metrics, run_training, written
 
 STEPS = 4
 DYING = {**EVERYTHING_RANDOM, "train.max_steps": STEPS, "train.checkpointing_steps": 1, "train.ema_decay": 0.9}
@@ -268,6 +268,34 @@ def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(tra
     )
     saved = [(train.folder / "out" / f"checkpoint-{step}" / "state.json").read_text() for step in (2, 3)]
     assert ['["weight_decay", 0.5]' in text for text in saved] == [False, True]
+
+
+def test_a_run_has_nothing_that_an_earlier_one_left_of_the_steps_that_it_trains(train: Trainer) -> None:
+    """Left by one that was killed before its first checkpoint, or after its last."""
+    settings = {**IMAGES, "validation.validation_steps": 1}
+    whole, out = train(settings=settings, out="whole"), train.folder / "out"
+
+    def validated(folder: Path) -> set[Path]:
+        return {path.relative_to(folder) for path in (folder / "validation").rglob("*")}
+
+    def leave(step: int) -> None:
+        for path in (whole / "validation" / "step-2").iterdir():
+            left = out / "validation" / f"step-{step}" / path.name
+            left.parent.mkdir(parents=True, exist_ok=True)
+            left.write_bytes(path.read_bytes())
+        (out / "validation" / "losses").mkdir(exist_ok=True)
+        (out / "validation" / "losses" / f"step-{step}.json").write_text('{"a": [1, 1, 1, 1]}')
+
+    leave(0)
+    leave(9)
+    (out / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 5}\n{"step": 9, "validation_loss": 1}\n')
+    train(settings=settings, train__max_steps=1)
+    assert [line["step"] for line in metrics(out)] == [0, 1]
+    assert validated(out) == {path for path in validated(whole) if "step-2" not in str(path)}
+    leave(9)
+    train("--resume", settings=settings)
+    assert validated(out) == validated(whole)
+    assert column(out, "validation_loss") == column(whole, "validation_loss")
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def progress_text(step: int, max_steps: int, values: dict[str, float], throughpu
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl; a resumed run first removes the steps that it will repeat."""
+    """Appends to metrics.jsonl; a resumed run first removes the steps that it will repeat, a new one all of them."""
 
     def __init__(self, folder: Path, accelerator: Any, config: Config, step: int) -> None:
         self.accelerator, self.every_steps = accelerator, config.logging.logging_steps
@@ -111,7 +111,7 @@ class MetricsLog:
         if not self.main:
             return
         self.path = path = folder / METRICS_NAME
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        kept = [line for line in read_metrics(path) if line["step"] <= step] if step else []
         elapsed = kept[-1].get("elapsed_seconds") if kept else 0.0
         self.earlier = elapsed if isinstance(elapsed, float) else 0.0  # an older version did not write it
         self.began = time.monotonic()
@@ -168,12 +168,12 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
 def start_tracker(accelerator: Any, config: Config, step: int | None = None) -> None:
     """Start a run in the tracker, with the settings; TensorBoard has no projects and takes no settings.
 
-    A run that begins after `step` repeats what an earlier one of this folder logged of later steps: TensorBoard drops
-    that. In other trackers it is a run of its own.
+    A run that begins after `step` repeats what an earlier one of this folder logged of later steps, and a new one all:
+    TensorBoard drops that. In other trackers it is a run of its own.
     """
     logging = config.logging
     if logging.report_to == "tensorboard":
-        purged = {} if step is None else {"purge_step": step + 1}
+        purged = {} if step is None else {"purge_step": step + 1 if step else 0}
         name = "/".join(filter(None, (TENSORBOARD_FOLDER, logging.run_name)))
         accelerator.init_trackers(name, init_kwargs={"tensorboard": purged})
         return

@@ -67,6 +67,7 @@ from qwen_train.training.start import ASSISTANT_LORA, CACHE, TRANSFORMER, Start,
 from qwen_train.training.validation import (
     Validation,
     ValidationImages,
+    forget_validation,
     make_validation,
     make_validation_images,
     noised_samples,
@@ -430,9 +431,10 @@ def make_batches(
 def announce(
     p: Prepared, start: Start, differing: list[str], attention: Choice | None, chosen: Candidate | None
 ) -> None:
-    """Write the settings and facts of the run, and print them."""
+    """Write the settings and facts of the run, remove what it repeats, and print them."""
     plan = plan_summary(p)
     make_folder(p.out)
+    forget_validation(p.out, p.run.step)
     write_durably(p.out / CONFIG_NAME, as_written(p.config, start.config).to_yaml().encode("utf-8"))
     write_durably(p.out / RUN_FACTS_NAME, run_facts(p, plan))
     print_plan(p.config, p.batches, plan, p.parameters, p.accelerator, p.run.step, p.images, attention)

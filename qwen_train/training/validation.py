@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from qwen_cache.models.family import Family
 from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ValidationConfig
-from qwen_cache.storage.files import make_folder, write_durably
+from qwen_cache.storage.files import make_folder, unless_in_use, write_durably
 from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
@@ -45,6 +45,7 @@ from qwen_train.run import (
     PREFERENCE_MARGIN,
     SAMPLE_LOSSES,
     SCALES,
+    STEP,
     TRAINED,
     VALIDATION,
 )
@@ -149,6 +150,22 @@ def first_by_key(batches: Batches, positions: NDArray[np.int64], count: int) -> 
     keys = batches.cache.column("key").take(positions).to_pylist()
     own = (pair for pair in zip(keys, positions.tolist(), strict=True) if not batches.cache.of_cache(pair[1]).teacher)
     return tuple(batches.cache[i] for _, i in heapq.nsmallest(count, own))
+
+
+def forget_validation(folder: Path, step: int) -> None:
+    """Remove the losses and images of steps after `step`, which a resumed run repeats; before the first step all.
+
+    Else `best`, the report and the tracker would have those of a run that was killed among those of this one.
+    """
+    for path in [*(folder / VALIDATION).rglob("*")]:
+        if path.suffix not in (".json", ".png", ".safetensors"):
+            continue
+        match = STEP.fullmatch(path.stem) or STEP.fullmatch(path.parent.name)
+        if step == 0 or (match and int(match[1]) > step):
+            with unless_in_use():
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # it has other files yet
+                path.parent.rmdir()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.terminal import console, plural
 from qwen_cache.text import plain
 from qwen_train.inference.decode import Decoder, Latents, not_decoded
-from qwen_train.run import LOCK, found_latents, latents_files, latents_folder, step_of
+from qwen_train.run import LOCK, found_latents, latents_files, step_of
 from qwen_train.training.metrics import finish, log_decoded, start_image_run
 from qwen_train.training.report import renew_report
 
@@ -30,13 +30,6 @@ POLL_SECONDS = 2.0
 def show_new_images(folder: Path, decoder: Decoder, trackers: Iterable[Any]) -> None:
     """`show_images` for all that are not decoded, within the run itself."""
     show_images(folder, decoder, not_decoded(latents_files(folder)), trackers)
-
-
-def forget_images(folder: Path, step: int) -> None:
-    """Remove the PNGs of later steps, which a resumed run repeats: their images are decoded and logged again."""
-    for png in latents_folder(folder).rglob("*.png"):
-        if (step_of(png) or 0) > step:
-            png.unlink()
 
 
 def show_images(folder: Path, decoder: Decoder, images: Iterable[Latents], trackers: Iterable[Any]) -> None:
