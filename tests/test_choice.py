@@ -119,6 +119,14 @@ def test_what_the_check_of_a_run_refuses_is_no_candidate(monkeypatch: pytest.Mon
     assert kinds() == {(kind, *[False] * 3) for kind in ("none", "nf4")} | {("none", False, False, True)}
 
 
+def test_weights_are_in_parts_only_with_optimizers_that_train_them_so() -> None:
+    machine, left_open = Machine("RTX 4090", 1e12, None, 2), Open({FSDP: (False, True), CHECKPOINTING: (True,)})
+    for name, expected in (("adamw", {False, True}), ("prodigy", {False})):
+        settings = changed(with_layout(load_config(None), "cuda"), {"optimizer.name": name})
+        found = candidates(MIDDLE, settings, LARGE, machine, left_open)
+        assert {each.settings[FSDP] for each in found} == expected, name
+
+
 def test_only_what_leaves_the_result_the_same_is_open_to_a_run() -> None:
     machine = Machine("RTX 4090", 1e12)
     found = candidates(MIDDLE, PLAIN, LARGE, machine, Open.same_result(machine, compiles=False))

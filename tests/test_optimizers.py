@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 from qwen_cache.errors import ConfigError
 from qwen_cache.extras import install_command
 from qwen_cache.settings.load import Config
+from qwen_train.model.combinations import CLASSES, ROUNDING, SHARDABLE, check_combination
 from qwen_train.training.optimizers import make_optimizer, optimizer_class
-from qwen_train.training.start import CLASSES, ROUNDING, SHARDABLE, check_optimizer
+from qwen_train.training.start import check_optimizer
 
 from .support.parts import Layers, few_steps
 from .support.paths import ROOT
@@ -119,7 +120,7 @@ def test_a_library_that_is_missing_is_said_with_what_brings_it(
 ) -> None:
     for module in ("prodigyopt", "bitsandbytes", "bitsandbytes.optim", "schedulefree"):
         monkeypatch.setitem(sys.modules, module, None)
-    for refuse in (optimizer_class, lambda settings: check_optimizer(settings, 1)):
+    for refuse in (optimizer_class, check_optimizer):
         with pytest.raises(ConfigError) as refusal:
             refuse(config(name))
         assert f"the optimizer {name} cannot be imported" in str(refusal.value)
@@ -157,11 +158,11 @@ def test_one_that_is_offered_for_weights_in_parts_trains_them_as_whole_ones(name
 def test_every_other_one_is_refused_for_weights_in_parts_by_name(name: str) -> None:
     settings = Config.model_validate({"optimizer": {"name": name}, "train": {"fsdp": True}})
     if CLASSES.get(name, name) in SHARDABLE:
-        check_optimizer(settings, 2)
+        check_combination(settings, {"num_layers": 1}, 2)
         return
-    check_optimizer(settings, 1)
+    check_combination(settings, {"num_layers": 1}, 1)
     with pytest.raises(ConfigError) as refusal:
-        check_optimizer(settings, 2)
+        check_combination(settings, {"num_layers": 1}, 2)
     assert f"{name} cannot be used with train.fsdp: it is not known to train weights in parts" in str(refusal.value)
     assert "(expected adamw, torch.optim.Adam, " in str(refusal.value)
     assert "set optimizer.name to one of these, or train.fsdp=false" in str(refusal.value)

@@ -153,7 +153,7 @@ def test_a_run_is_in_bfloat16_and_a_resumed_one_equals_it(train: Trainer, name: 
 )
 def test_what_it_cannot_be_combined_with(settings: Config, message: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        check_optimizer(settings, 1)
+        check_optimizer(settings)
     assert f"train.stochastic_rounding cannot be combined with {message}" in str(refusal.value)
     assert "set train.stochastic_rounding=false, or change that" in str(refusal.value)
 

@@ -153,10 +153,46 @@ NOT_SHARDED = "train the unquantised model, with model.quantization; or set trai
 
 
 def check_sharding(config: Config, transformer: Mapping[str, Any], processes: int) -> None:
-    """Raise ConfigError for FSDP2 with weights whose storage belongs to another library."""
+    """Raise ConfigError for FSDP2 with weights whose storage belongs to another library, and with an optimizer that it
+    would change."""
     saved = (transformer.get("quantization_config") or {}).get("quant_method")
     if config.train.fsdp and processes > 1 and saved == "bitsandbytes":
         raise ConfigError("train.fsdp cannot shard weights saved by bitsandbytes", do=NOT_SHARDED)
+    if config.train.fsdp and processes > 1 and import_path(config) not in SHARDABLE:
+        what = f"{config.optimizer.name} cannot be used with train.fsdp: it is not known to train weights in parts"
+        names = "adamw" if config.train.stochastic_rounding else f"adamw, {', '.join(SHARDABLE[2:])}"
+        raise ConfigError(what, expected=names, do="set optimizer.name to one of these, or train.fsdp=false")
+
+
+# ---- optimizer names -------------------------------------------------------------------------------------------------
+# The optimizers by name, and those that train weights in parts. Refused: a name that is no import path.
+
+CLASSES = {
+    "adamw": "torch.optim.AdamW",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
+    "adafactor": "torch.optim.Adafactor",
+    "prodigy": "prodigyopt.Prodigy",
+}
+ROUNDING = {"adamw": "torchao.optim._AdamW", "adamw8bit": "torchao.optim.AdamW8bit"}
+"""The classes for train.stochastic_rounding."""
+SHARDABLE = (
+    *(CLASSES["adamw"], ROUNDING["adamw"]),
+    *(f"torch.optim.{name}" for name in ("Adam", "NAdam", "RMSprop", "SGD")),
+    *(f"pytorch_optimizer.{name}" for name in ("AdEMAMix", "Lion")),
+    *(f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "RAdam", "SGD")),
+)
+"""The classes that train weights in parts (FSDP2) as whole ones, each tested. Of the others some have kernels that take
+no parts (bitsandbytes), and some need more of a weight than a process has (Adafactor, CAME, Muon, Prodigy)."""
+
+
+def import_path(config: Config) -> str:
+    """The import path of the optimizer's class; ConfigError for a name that is none."""
+    name = config.optimizer.name
+    path = (ROUNDING if config.train.stochastic_rounding else CLASSES).get(name, name)
+    if "." not in path.strip("."):
+        names = ", ".join(CLASSES)
+        raise ConfigError("optimizer.name: no such optimizer", expected=f"{names} or an import path", found=name)
+    return path
 
 
 # ---- compiled blocks -------------------------------------------------------------------------------------------------

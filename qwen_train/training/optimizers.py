@@ -5,7 +5,7 @@ optimizer by import path gets the learning rate, and everything else from `optim
 
 Schedule-free optimizers have two modes: gradients are computed at other weights than those to evaluate and to save.
 `evaluation_weights` switches between them, and restores the training weights bit for bit. Refused: what such an
-optimizer does itself (train.ema_decay); and, in `start.py`, optimizers that FSDP2 would change.
+optimizer does itself (train.ema_decay); and, in `combinations.py`, optimizers that FSDP2 would change.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torch.torch_version import TorchVersion
 from qwen_cache.errors import ConfigError
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import OptimizerConfig
-from qwen_train.model.combinations import is_update_fused
+from qwen_train.model.combinations import import_path, is_update_fused
 from qwen_train.training.rounding import with_rounding
-from qwen_train.training.start import import_path, not_importable
+from qwen_train.training.start import not_importable
 
 ADAM = ("betas", "weight_decay", "eps")
 SETTINGS = {"adamw": ADAM, "adamw8bit": ADAM, "adafactor": ("weight_decay",), "prodigy": ADAM}

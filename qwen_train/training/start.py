@@ -37,7 +37,7 @@ from qwen_train.data.samples import (
     with_model_of_caches,
 )
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start, pinned, with_assistant
-from qwen_train.model.combinations import check_combination
+from qwen_train.model.combinations import ROUNDING, check_combination, import_path
 from qwen_train.run import STATE, Launch, Requests, ToEncode, checkpoints, only_run, resume_command
 
 # ---- start -----------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def starting(
                 do=f"continue it with `{command}`, or {NEW_RUN}",
             )
         check_tracker(config.logging.report_to)
-        check_optimizer(config, launch.world_size)
+        check_optimizer(config)
         config = with_assistant(with_model_of_caches(config, samples, TRANSFORMER_PARTS))
         model = open_trainable(config)
         check_adapter(config, model.transformer_config)
@@ -428,27 +428,11 @@ def hash_assistant(assistant: WeightedLora) -> str:
 
 
 # ---- optimizer names -------------------------------------------------------------------------------------------------
-# The optimizers by name, their packages, and what they cannot be combined with, without torch.
+# The packages of optimizers, and what they cannot be combined with, without torch.
 #
-# Refused: a name that is no import path, and a package that is not installed. That the class exists, and is an
-# optimizer, is checked once it is imported (`optimizers`).
+# Refused: a package that is not installed. That the class exists, and is an optimizer, is checked once it is imported
+# (`optimizers`).
 
-CLASSES = {
-    "adamw": "torch.optim.AdamW",
-    "adamw8bit": "bitsandbytes.optim.AdamW8bit",
-    "adafactor": "torch.optim.Adafactor",
-    "prodigy": "prodigyopt.Prodigy",
-}
-ROUNDING = {"adamw": "torchao.optim._AdamW", "adamw8bit": "torchao.optim.AdamW8bit"}
-"""The classes for train.stochastic_rounding."""
-SHARDABLE = (
-    *(CLASSES["adamw"], ROUNDING["adamw"]),
-    *(f"torch.optim.{name}" for name in ("Adam", "NAdam", "RMSprop", "SGD")),
-    *(f"pytorch_optimizer.{name}" for name in ("AdEMAMix", "Lion")),
-    *(f"schedulefree.{name}ScheduleFree" for name in ("AdamW", "RAdam", "SGD")),
-)
-"""The classes that train weights in parts (FSDP2) as whole ones, each tested. Of the others some have kernels that take
-no parts (bitsandbytes), and some need more of a weight than a process has (Adafactor, CAME, Muon, Prodigy)."""
 EXTRAS = {
     "bitsandbytes": "quantization",
     "torchao": "quantization",
@@ -460,9 +444,8 @@ EXTRAS = {
 """Extras of this package, by the module that they install."""
 
 
-def check_optimizer(config: Config, processes: int) -> None:
-    """ConfigError for an optimizer whose package is missing, for one that FSDP2 would change, and for stochastic
-    rounding where it cannot work."""
+def check_optimizer(config: Config) -> None:
+    """ConfigError for an optimizer whose package is missing, and for stochastic rounding where it cannot work."""
     if config.train.stochastic_rounding:
         t, name = config.train, config.optimizer.name
         refused = {
@@ -478,23 +461,9 @@ def check_optimizer(config: Config, processes: int) -> None:
                     do="set train.stochastic_rounding=false, or change that",
                 )
     path = import_path(config)
-    if config.train.fsdp and processes > 1 and path not in SHARDABLE:
-        what = f"{config.optimizer.name} cannot be used with train.fsdp: it is not known to train weights in parts"
-        names = "adamw" if config.train.stochastic_rounding else f"adamw, {', '.join(SHARDABLE[2:])}"
-        raise ConfigError(what, expected=names, do="set optimizer.name to one of these, or train.fsdp=false")
     package = path.partition(".")[0]
     if find_spec(package) is None:
         raise not_importable(config.optimizer.name, path, f"No module named {package!r}")
-
-
-def import_path(config: Config) -> str:
-    """The import path of the optimizer's class; ConfigError for a name that is none."""
-    name = config.optimizer.name
-    path = (ROUNDING if config.train.stochastic_rounding else CLASSES).get(name, name)
-    if "." not in path.strip("."):
-        names = ", ".join(CLASSES)
-        raise ConfigError("optimizer.name: no such optimizer", expected=f"{names} or an import path", found=name)
-    return path
 
 
 def not_importable(name: str, path: str, reason: object) -> ConfigError:
