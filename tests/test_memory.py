@@ -458,6 +458,8 @@ def test_plan_for_each_of_two_gpus(built: Callable[[str], Path], tiny_model: Cal
     assert two["host"] == one["host"], "the first process gathers everything that it saves"
     said = run("qwen-train", "plan", built("edit-plus"), *options, "--gpus", "2").stdout
     assert "on each of 2 GPUs, over which train.fsdp shards the weights" in said
+    other = run("qwen-train", "plan", built("edit-plus"), *options, "--gpus", "2", "--set", "optimizer.name=prodigy")
+    refused(other, "prodigy cannot be used with train.fsdp")
 
 
 def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:

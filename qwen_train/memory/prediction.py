@@ -23,7 +23,7 @@ from qwen_train.lora.files import assistant_bytes, check_adapter
 from qwen_train.memory import pieces
 from qwen_train.memory.pieces import Device, Measured
 from qwen_train.memory.sizes import SampleSize, tokens_of
-from qwen_train.model.combinations import check_offload, is_update_fused, kind_of, with_layout
+from qwen_train.model.combinations import check_offload, check_sharding, is_update_fused, kind_of, with_layout
 
 ACCELERATOR = "cuda"
 """Or any other: predictions are the same."""
@@ -109,6 +109,7 @@ def predict_memory(
     frozen = memory.weights + assistant_bytes(settings.train, product_bytes(settings.train))
     memory = replace(memory, weights=frozen, activations=max(memory.activations, update, generating))
     check_offload(settings, transformer)
+    check_sharding(settings, transformer, processes)
     if settings.train.offload_blocks:
         on_host = max(0, settings.train.offload_blocks - ON_DEVICE)
         memory = replace(memory, weights=memory.weights - on_host * block_bytes(transformer, settings))
