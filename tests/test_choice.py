@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -256,6 +257,9 @@ def test_plan_fit_is_a_command(train: Trainer) -> None:
     result = run("qwen-train", *plan, "--fit", "--gpu-memory", "1MiB")
     assert result.code == 1
     assert "nothing fits; nearest is" in result.stdout
+    result = run("qwen-train", *plan, "--fit", "--gpu-memory", "8GB", "--host-memory", "2GB")
+    assert result.code == 1
+    assert re.search(r"nothing fits: the program alone takes 2\.\d GB of host memory, before anything", result.stdout)
     refused(run("qwen-train", *plan, "--gpus", "2"), "--gpus and --host-memory are for --fit")
     refused(run("qwen-train", *plan, "--fit"), "--fit is for GPUs", "give its memory with --gpu-memory")
 

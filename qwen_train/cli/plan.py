@@ -219,7 +219,10 @@ def print_fit(fit: dict[str, Any]) -> None:
         rounds = "" if row["same_result"] else "; changes the result"
         out.print(f"  {number}. {row['words']}", highlight=False, markup=False)
         out.print(f"     {_takes(row, fit)}, {row['seconds']:.3g} s a step{slower}{rounds}", highlight=False)
-    if fit["nearest"]:
+    if fit["nearest"] and fit["host_of_program"] > (fit["host_memory"] or float("inf")):
+        needed = f"the program alone takes {human_bytes(fit['host_of_program'])} of host memory"
+        out.print(f"  nothing fits: {needed}, before anything is offloaded", highlight=False)
+    elif fit["nearest"]:
         out.print("  nothing fits; nearest is", highlight=False)
         out.print(f"     {fit['nearest']['words']}: {_takes(fit['nearest'], fit)}", highlight=False, markup=False)
 

@@ -163,7 +163,8 @@ def fit(settings: Config, workload: Workload, machine: Machine) -> dict[str, Any
     found = list(candidates(transformer, settings, workload.batch, machine, left_open, workload.image))
     memory = predict_memory(transformer, settings, workload.batch)
     host = predict_host_memory(transformer, settings, workload.batch, memory)
-    left = None if machine.host_memory is None else machine.host_memory - (host.total - host.offloaded)
+    of_program = host.total - host.offloaded
+    left = None if machine.host_memory is None else machine.host_memory - of_program
     choice = choose(found, settings, replace(machine, host_memory=left))
     shown = choice.best[:SHOWN]
     exact = [each for each in choice.best if each.is_exact(settings)]
@@ -185,6 +186,7 @@ def fit(settings: Config, workload: Workload, machine: Machine) -> dict[str, Any
         "gpus": machine.gpus,
         "gpu_memory": int(machine.memory),
         "host_memory": None if machine.host_memory is None else int(machine.host_memory * machine.gpus),
+        "host_of_program": of_program * machine.gpus,
         "blocks": int(transformer["num_layers"]),
         "choices": [row(each) for each in shown],
         "nearest": None if choice.best else row(choice.nearest),
