@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -388,7 +389,7 @@ def index_token_counts(table: pa.Table, where: object) -> IntArray:
 
     FormatError F7 where a sample has none.
     """
-    target, controls = (tensor_rows(table[name], where) for name in ("image_latents", "control_latents"))
+    target, controls = index_target_tokens(table, where), tensor_rows(table["control_latents"], where)
     text = table["text_length"].fill_null(0).to_numpy().astype(np.int64)
     if min(target.min(initial=1), text.min(initial=1)) < 1:
         raise IndexFileError("a sample has no tokens", where=where)
@@ -396,8 +397,14 @@ def index_token_counts(table: pa.Table, where: object) -> IntArray:
 
 
 def index_target_tokens(table: pa.Table, where: object) -> IntArray:
-    """Token counts `[N]` of the targets of a cache's samples, from its index."""
-    return tensor_rows(table["image_latents"], where)
+    """Token counts `[N]` of the targets of a cache's samples, or of the images to generate, from its index."""
+    tokens = tensor_rows(table["image_latents"], where)
+    to_generate = table["image_latents"].is_null().to_numpy()
+    if to_generate.any() and "img_shapes" in table.column_names:
+        target = pc.list_element(table["img_shapes"], 0)
+        sides = (pc.list_element(target, i).to_numpy().astype(np.int64) for i in range(3))
+        tokens = np.where(to_generate, math.prod(sides), tokens)
+    return tokens
 
 
 def tensor_rows(column: pa.ChunkedArray, where: object) -> IntArray:

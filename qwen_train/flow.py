@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -93,6 +93,16 @@ class NoiseSchedule:
         shift = math.exp(self.mu(target_tokens)) if self.shift is None else self.shift
         sigma = shift / (shift + (1 / u - 1)) if u > 0 else 0.0
         return 1 - (1 - sigma) * (1 - (self.shift_terminal or 0.0))
+
+    def levels(self, steps: int, target_tokens: int) -> list[float]:
+        """The noise levels of a generation in `steps` steps, from 1 on, without the final 0: exactly the scheduler's,
+        whose stretch makes the last one `shift_terminal`."""
+        unstretched = replace(self, shift_terminal=None)
+        levels = [unstretched.sigma(1 - i / steps, target_tokens) for i in range(steps)]
+        if self.shift_terminal is None:
+            return levels
+        factor = (1 - self.shift_terminal) / (1 - levels[-1])
+        return [1 - (1 - level) * factor for level in levels]
 
 
 def sample_u(

@@ -27,13 +27,21 @@ from qwen_cache.storage.files import write_durably
 from qwen_cache.terminal import console, plural, progress
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batch
-from qwen_train.lora.adapter import ASSISTANT, TRAINED, without
+from qwen_train.lora.adapter import ASSISTANT, TRAINED, at_strength, without
 from qwen_train.memory.exhausted import memory_for_training
 from qwen_train.model.compilation import is_of_compiler
 from qwen_train.model.placement import full_tensor
 from qwen_train.run import GENERATE, RUN_FACTS_NAME, SAMPLE, SAVE, Launch, Requests, Signals, ToEncode
 from qwen_train.training.checkpoint import save_checkpoint, save_result
-from qwen_train.training.loss import NonFiniteGuard, compute_loss, pair_losses, with_reference, with_teacher, zero_loss
+from qwen_train.training.loss import (
+    NonFiniteGuard,
+    compute_loss,
+    pair_losses,
+    with_direction,
+    with_reference,
+    with_teacher,
+    zero_loss,
+)
 from qwen_train.training.metrics import MetricsLog, StepStats, Throughput, progress_text
 from qwen_train.training.optimizers import evaluation_weights
 from qwen_train.training.prepare import Prepared, make_batches, note_commits, plan_summary, prepare, run_facts
@@ -188,13 +196,15 @@ class Steps:
         p, run = self.p, self.p.run
         batch, settings = batch.to(p.accelerator.device, p.dtype), p.config.train
         taught = with_teacher(run.transformer, batch, settings, p.accelerator)
-        loss = compute_loss(p.transformer, with_reference(run.transformer, taught, settings), settings)
-        value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
-        if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
-            loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
-        else:
-            stats.add(batch, value)
-        p.accelerator.backward(batch.loss_scale * loss)
+        directed = with_direction(run.transformer, taught, settings, p.accelerator)
+        with at_strength(run.transformer, TRAINED, batch.strength):  # blocks are recomputed in the backward pass
+            loss = compute_loss(p.transformer, with_reference(run.transformer, directed, settings), settings)
+            value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
+            if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
+                loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
+            else:
+                stats.add(batch, value)
+            p.accelerator.backward(batch.loss_scale * loss)
 
     def _gradient_norm(self, total: StepStats) -> float:
         """Clip the gradient; its norm before clipping."""
@@ -250,11 +260,9 @@ def validate(p: Prepared) -> dict[str, float]:
     """Validation losses, and images, if qwen.yaml schedules them after this step; {} without losses."""
     losses = dict[str, float]()
     if p.validation and p.validation.measures_loss(p.run.step, p.config.train.max_steps):
-        device = p.accelerator.device
+        strengths = (1.0, -1.0) if p.config.train.slider.direction else (1.0,)
         with evaluation_weights(p.run.optimizer), evaluating(p.transformer):
-            measured = p.validation.losses(
-                lambda batch: compute_loss(p.transformer, batch.to(device, p.dtype)), p.accelerator
-            )
+            measured = torch.stack([losses_at(p, p.validation, each) for each in strengths]).mean(dim=0)
             gained = None if p.config.train.dpo.beta is None else gained_by_targets(p, p.validation, measured)
         pairs = None if gained is None else pair_losses(measured, gained, p.config.train.dpo)
         if p.accelerator.is_main_process:
@@ -263,6 +271,18 @@ def validate(p: Prepared) -> dict[str, float]:
     if p.images and p.images.due(p.run.step):
         generate_images(p, p.images)
     return losses
+
+
+def losses_at(p: Prepared, validation: Validation, strength: float) -> Float[Tensor, "N 4"]:
+    """The validation losses of the LoRA at a strength, which is -1 only for sliders: then of what it learns there."""
+    settings = p.config.train
+
+    def loss_of(batch: Batch) -> Tensor:
+        batch = replace(batch.to(p.accelerator.device, p.dtype), strength=strength)
+        return compute_loss(p.transformer, with_direction(p.run.transformer, batch, settings, p.accelerator))
+
+    with at_strength(p.run.transformer, TRAINED, strength):
+        return validation.losses(loss_of, p.accelerator, rejected=strength < 0 and settings.trains_rejected)
 
 
 def gained_by_targets(p: Prepared, validation: Validation, losses: Float[Tensor, "N 4"]) -> Float[Tensor, "N 4"]:

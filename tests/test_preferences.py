@@ -6,14 +6,11 @@ and the formula of Diffusion-DPO written out.
 
 from __future__ import annotations
 
-import inspect
 import json
 import math
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from textwrap import dedent
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
 from qwen_train import train as training
 from qwen_train.data.batches import NoisedSample
-from qwen_train.data.samples import Mixture, check_dpo, unused_rejected
+from qwen_train.data.samples import Mixture, check_compared, unused_rejected
 from qwen_train.training import loss as loss_module
 from qwen_train.training.best import best_of
 
@@ -47,7 +44,7 @@ from .support.runs import (
     outcome,
     relative_error,
 )
-from .support.teacher import gradients, prepared, stock_of, velocity_20b
+from .support.teacher import gradients, prepared, stock_of, velocity_20b, with_fault
 from .support.training_21 import stock_velocity
 
 TinyModel = Callable[[str], Path]
@@ -164,15 +161,6 @@ def test_loss_and_gradient_are_those_of_the_stock_model_image_by_image(
     loss, loss_gradients = found(p)
     assert loss.item() == pytest.approx(expected.item(), rel=EXACT)
     assert relative_error(loss_gradients, expected_gradients) < EXACT
-
-
-def with_fault(function: Any, old: str, new: str) -> Any:
-    """The function with `new` in place of `old` in its source."""
-    source = inspect.getsource(function)
-    assert source.count(old) == 1
-    names = dict(vars(sys.modules[function.__module__]))
-    exec(dedent(source.replace(old, new)), names)
-    return names[function.__name__]
 
 
 FAULTS = {
@@ -322,7 +310,7 @@ def test_rejected_images_that_are_not_trained_are_said_and_what_cannot_work_is_r
     for command in ("run", "plan"):
         result = run("qwen-train", command, *plain.arguments(train__dpo__beta=BETA)[1:])
         assert result.code == 2
-        assert "samples have no rejected image (found 6 of 6 samples without rejected image)" in result.stderr
+        assert "samples have none (found 6 of 6 samples without rejected image)" in result.stderr
     taught = [{"path": str(train.cache)}, {"path": str(plain.cache), "teacher": True}]
     for change, value, setting in (
         ("train__method", "full", "train.method=full"),
@@ -334,7 +322,7 @@ def test_rejected_images_that_are_not_trained_are_said_and_what_cannot_work_is_r
         ("train__edit_mask_weight", 3.0, "train.edit_mask_weight=3"),
     ):
         with pytest.raises(ConfigError, match=f"train.dpo and {setting} exclude each other"):
-            check_dpo(train.config(train__dpo__beta=BETA, **{change: value}).train)
+            check_compared(train.config(train__dpo__beta=BETA, **{change: value}).train)
     result = train.try_(train__dpo__beta=BETA, train__follow=True)
     assert result.code == 2
     assert "train.dpo and train.follow=true exclude each other" in result.stderr

@@ -434,6 +434,17 @@ class DpoConfig(Section):
         return self
 
 
+class SliderConfig(Section):
+    direction: Literal["prompts", "images"] | None = None
+    """Train a slider (Concept Sliders, arXiv 2311.12092), a LoRA whose strength moves one attribute, in both
+    directions. prompts: from the positive and the negative prompt of each sample; images: strength 1 learns the target,
+    -1 the rejected image. By default off."""
+    guidance_strength: Annotated[float, Field(gt=0)] = 3.0
+    """For prompts: how many times the difference between the two prompts the LoRA learns to add."""
+    num_inference_steps: Annotated[int, Field(ge=2)] = 20
+    """For samples without target: the steps in which the model generates the images that the slider is trained on."""
+
+
 class TrainConfig(BatchConfig):
     output_dir: LocalFolder = "out"
     """The folder for checkpoints and the LoRA."""
@@ -533,6 +544,17 @@ class TrainConfig(BatchConfig):
     """Number of newest checkpoints to keep, beside the one that `qwen-train best` proposes; 0 keeps all."""
     lora: LoraConfig = LoraConfig()
     dpo: DpoConfig = DpoConfig()
+    slider: SliderConfig = SliderConfig()
+
+    @property
+    def trains_rejected(self) -> bool:
+        """True if rejected images are trained."""
+        return self.dpo.beta is not None or self.slider.direction == "images"
+
+    @property
+    def passes_without_gradients(self) -> int:
+        """The forward passes of a batch beside the one that is trained, from targets."""
+        return 1 if self.dpo.beta is not None else 3 if self.slider.direction == "prompts" else 0
 
     @property
     def rows_per_sample(self) -> int:

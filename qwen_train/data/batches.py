@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import xxhash
@@ -27,7 +27,7 @@ from torch import Tensor
 from qwen_cache.batching import BEGIN, Begin, RankBatch
 from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
-from qwen_cache.format.sample import ImgShapes, token_count
+from qwen_cache.format.sample import LATENT_CHANNELS, SLIDER_EMBEDS, WITHOUT_PREFIX, ImgShapes, token_count
 from qwen_cache.models.devices import accelerator, has_streams, to_device
 from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.settings.sections import TrainConfig
@@ -39,6 +39,17 @@ TRIES = 10_000  # of a noise level within the bounds: 0.1 s; a level that takes 
 OF_IMAGE_TOKENS = ("clean", "noise", "is_target", "weight", "token_sigma")
 """The tensors `[B, S, …]` of a batch."""
 FETCHED_AHEAD = 8  # further batches whose samples are being fetched, for a remote cache
+
+
+class Text(NamedTuple):
+    """The embeddings of a prompt of each sample, L tokens of width D, and their mask; None if none is padded."""
+
+    prompt_embeds: Float[Tensor, "B L D"]
+    prompt_embeds_mask: Bool[Tensor, "B L"] | None
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Text:
+        """Move the embeddings; the mask stays on the CPU, as that of a batch."""
+        return self._replace(prompt_embeds=to_device(self.prompt_embeds, device).to(dtype))
 
 
 @dataclass(frozen=True)
@@ -78,6 +89,12 @@ class Batch:
     """The velocity to predict, where that is not `noise - clean`; set once the teacher's is known."""
     reference: Float[Tensor, "B S 64"] | None = None
     """The velocity that the model predicts without its LoRA, with `train.dpo`; set once it is known."""
+    strength: float = 1.0
+    """The strength of the LoRA, with `train.slider`: 1 or -1."""
+    direction: tuple[Text, Text] | None = None
+    """The positive and the negative prompts of a slider, with `train.slider.direction=prompts`."""
+    path: Float[Tensor, "B N"] | None = None
+    """For samples without target, the noise levels on the way from pure noise, 1, to that of the sample."""
     loss_scale: float = 1.0
     """The factor of its loss in that of its optimizer step, 1 on average (`RankBatch.loss_scale`)."""
     consumed_samples: int = 0
@@ -91,6 +108,8 @@ class Batch:
         moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         moved = {n: to_device(t, device) for n, t in moved.items() if isinstance(t, Tensor)}
         moved |= {"prompt_embeds": moved["prompt_embeds"].to(dtype), "prompt_embeds_mask": self.prompt_embeds_mask}
+        if self.direction:
+            moved["direction"] = tuple(text.to(device, dtype) for text in self.direction)
         return replace(self, **moved)
 
     @property
@@ -168,6 +187,10 @@ class NoisedSample:
     """`train.caches[].loss_weight` of its cache."""
     is_rejected: bool = False
     """True if the rejected image is in the place of the target."""
+    directed: bool = False
+    """True if the batch has the two prompts of its slider."""
+    path: tuple[float, ...] = ()
+    """For a sample without target, the noise levels from 1 to that of its draw."""
 
     @property
     def latents(self) -> str:
@@ -226,7 +249,7 @@ class Batches:
         planned = Planned.of(cache, config, begin)
         self.training, self.validation = planned.training, planned.validation
         """The trained and the held-out samples, as positions in the cache."""
-        self.family, self.plan = planned.family, planned.plan
+        self.family, self.plan, self.has_targets = planned.family, planned.plan, planned.has_targets
 
     def batch(self, consumed_samples: int) -> Batch:
         """This rank's batch when an optimizer step begins after `consumed_samples`."""
@@ -238,10 +261,29 @@ class Batches:
         return self.plan.rank_batches(consumed_samples, self.rank, self.world_size, per_step, one_epoch=follow)
 
     def _make(self, rank_batch: RankBatch, buffers: Buffers | None = None) -> Batch:
-        samples = [row for position in rank_batch.positions for row in self.rows(position)]
-        config = self.config
-        batch = collate(samples, config.edit_mask_weight, config.loss_reduction, buffers, family=self.family)
-        return replace(batch, loss_scale=rank_batch.loss_scale, consumed_samples=rank_batch.consumed_samples)
+        config, strength = self.config, 1.0
+        samples = [self.rows(position) for position in rank_batch.positions]
+        if config.slider.direction:
+            strength, stop = self._slider(rank_batch.positions[0])
+            samples = [rows[-1:] if strength < 0 else rows[:1] for rows in samples]
+            if not self.has_targets:
+                samples = [[self._on_the_way(row, stop) for row in rows] for rows in samples]
+        rows = [row for each in samples for row in each]
+        batch = collate(rows, config.edit_mask_weight, config.loss_reduction, buffers, family=self.family)
+        consumed = rank_batch.consumed_samples
+        return replace(batch, strength=strength, loss_scale=rank_batch.loss_scale, consumed_samples=consumed)
+
+    def _slider(self, position: int) -> tuple[float, int]:
+        """The strength of a slider in the batch that begins at `position`, and the steps before its noise level."""
+        digest = xxhash.xxh3_64_intdigest(f"{self.config.seed} slider {position}".encode())
+        return 1.0 if digest % 2 else -1.0, digest // 2 % self.config.slider.num_inference_steps
+
+    def _on_the_way(self, item: NoisedSample, stop: int) -> NoisedSample:
+        """A sample without target after `stop` steps of its generation: the noise is where it begins."""
+        tokens, steps = token_count(item.img_shapes[:1]), self.config.slider.num_inference_steps
+        path = tuple(self.schedule.levels(steps, tokens)[: stop + 1])
+        of_level = weighting(self.config.weighting, path[-1], self.config.snr_gamma)
+        return replace(item, path=path, draws=(replace(item.draws[0], sigma=path[-1], weighting=of_level),))
 
     def _prefetch(self, rank_batch: RankBatch) -> None:
         """Begin to fetch the samples of a remote cache."""
@@ -255,7 +297,7 @@ class Batches:
         return self.rows(position)[0]
 
     def rows(self, position: int) -> list[NoisedSample]:
-        """`sample_noise`, and with `train.dpo` the same for the rejected image."""
+        """`sample_noise`, and the same for the rejected image if that is trained."""
         config = self.config
         number = self.plan.sample(position)
         sample, cache = self.cache[number], self.cache.of_cache(number)
@@ -266,8 +308,11 @@ class Batches:
         draws = [self._draw(sample, sigma, generator)]
         while len(draws) < config.noise_draws:
             draws.append(self._draw(sample, self._sample_sigma(sample, generator), generator))
-        noised = NoisedSample(sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight)
-        return [noised] if config.dpo.beta is None else [noised, noised.rejected(state)]
+        directed = config.slider.direction == "prompts"
+        noised = NoisedSample(
+            sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight, directed=directed
+        )
+        return [noised, noised.rejected(state)] if config.trains_rejected else [noised]
 
     def _sample_sigma(self, sample: Sample, generator: torch.Generator) -> float:
         """A noise level within the bounds of the settings: sampled again while it is outside."""
@@ -291,7 +336,7 @@ class Batches:
 
     def _draw(self, sample: Sample, sigma: float, generator: torch.Generator) -> NoiseDraw:
         """Noise, and the loss weight of the noise level."""
-        noise = torch.randn(sample.shape("image_latents"), generator=generator)
+        noise = torch.randn(token_count(sample.img_shapes[:1]), LATENT_CHANNELS, generator=generator)
         return NoiseDraw(sigma, noise, weighting(self.config.weighting, sigma, self.config.snr_gamma))
 
     def starting_at(self, consumed_samples: int) -> Generator[Batch]:
@@ -361,20 +406,19 @@ def collate(
     buffers = buffers or Buffers()
     samples, count = [item.sample for item in noised], len(noised[0].draws)
     places = [TokenPlaces.of(item.img_shapes, count, target_last=family.target_last) for item in noised]
-    texts, longest = [_text_tokens(item) for item in noised], max(place.length for place in places)
-    first = samples[0].row.meta.tensors
-    embeds_dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first["prompt_embeds"].dtype]
-    size = len(noised), longest, first["image_latents"].shape[1]
+    longest = max(place.length for place in places)
+    size = len(noised), longest, LATENT_CHANNELS
     clean, noise = (buffers.empty(name, size, torch.float32) for name in ("clean", "noise"))
     weight, is_target = torch.zeros(size[:2]), torch.zeros(size[:2], dtype=torch.bool)
     token_sigma = torch.zeros(size[:2]) if count > 1 else None
-    size = len(noised), max(texts), first["prompt_embeds"].shape[1]
-    prompt_embeds = _padded(texts, buffers.empty("prompt_embeds", size, embeds_dtype))
     for i, (item, sample, place) in enumerate(zip(noised, samples, places, strict=True)):
         has_mask = "edit_mask" in sample and not item.is_rejected
         mask = sample["edit_mask"] if has_mask else torch.ones(len(item.draws[0].noise))
         target = clean[i, place.draws[0]]
-        sample.copy_into(item.latents, target)
+        if item.path:
+            target.zero_()
+        else:
+            sample.copy_into(item.latents, target)
         if "control_latents" in sample:
             sample.copy_into("control_latents", clean[i, place.controls])
         noise[i, : place.targets.start], noise[i, place.targets.stop :], clean[i, place.length :] = 0, 0, 0
@@ -386,7 +430,7 @@ def collate(
             if token_sigma is not None:
                 token_sigma[i, at] = draw.sigma
         is_target[i, place.targets] = True
-        sample.copy_into(_text_name(item), prompt_embeds[i, : texts[i]])
+    text = _collated([(item.sample, _text_name(item)) for item in noised], "prompt_embeds", buffers)
     sigma = torch.tensor([[draw.sigma for draw in item.draws] for item in noised], dtype=torch.float32)
     loss_tokens = [len(item.draws[0].noise) for item in noised] if loss_reduction == "per_token" else [1] * len(noised)
     return Batch(
@@ -399,8 +443,10 @@ def collate(
         weight=weight,
         sigma=sigma if count > 1 else sigma[:, 0],
         sample_weight=_sample_weights(noised, loss_tokens),
-        prompt_embeds=prompt_embeds,
-        prompt_embeds_mask=None if min(texts) == max(texts) else _valid_mask(texts, max(texts)),
+        prompt_embeds=text.prompt_embeds,
+        prompt_embeds_mask=text.prompt_embeds_mask,
+        direction=_directions(samples, buffers) if noised[0].directed else None,
+        path=torch.tensor([item.path for item in noised]) if noised[0].path else None,
         token_sigma=token_sigma,
         image_positions=tuple(s.row.meta.image_positions for s in samples) if family.text_rows_only else None,
         taught=tuple(i for i, item in enumerate(noised) if item.taught),
@@ -422,16 +468,27 @@ def _text_name(item: NoisedSample) -> str:
     return "empty_prompt_embeds" if item.without_caption else "prompt_embeds"
 
 
-def _text_tokens(item: NoisedSample) -> int:
-    meta = item.sample.row.meta
-    return meta.tensors[_text_name(item)].shape[0] + (meta.prefix_length if item.without_caption else 0)
+def _directions(samples: Sequence[Sample], buffers: Buffers) -> tuple[Text, Text]:
+    """The positive and the negative prompts of sliders."""
+    positive, negative = (_collated([(each, name) for each in samples], name, buffers) for name in SLIDER_EMBEDS)
+    return positive, negative
 
 
-def _padded(lengths: Sequence[int], rows: Float[Tensor, "B N W"]) -> Float[Tensor, "B N W"]:
-    """`rows` with zeros after each row's length; the caller fills the rest."""
-    for row, length in zip(rows, lengths, strict=True):
+def _collated(texts: Sequence[tuple[Sample, str]], buffer: str, buffers: Buffers) -> Text:
+    """The tensors of these names as padded rows, in the memory of that `buffer`."""
+    lengths = [_length(sample, name) for sample, name in texts]
+    first = texts[0][0].row.meta.tensors["prompt_embeds"]
+    dtype = {"BF16": torch.bfloat16, "F32": torch.float32}[first.dtype]
+    embeds = buffers.empty(buffer, (len(texts), max(lengths), first.shape[1]), dtype)
+    for row, (sample, name), length in zip(embeds, texts, lengths, strict=True):
+        sample.copy_into(name, row[:length])
         row[length:] = 0
-    return rows
+    return Text(embeds, None if min(lengths) == max(lengths) else _valid_mask(lengths, max(lengths)))
+
+
+def _length(sample: Sample, name: str) -> int:
+    """The tokens of a prompt, the shared prefix included."""
+    return sample.shape(name)[0] + (sample.row.meta.prefix_length if name in WITHOUT_PREFIX else 0)
 
 
 def _valid_mask(lengths: Sequence[int], longest: int) -> Bool[Tensor, "B N"]:

@@ -30,7 +30,7 @@ from qwen_cache.batching import (
 from qwen_cache.errors import ConfigError, ModelError, TrainError
 from qwen_cache.format.cache import Cache, Sample, open_configured
 from qwen_cache.format.identity import canonical_json, content_hash
-from qwen_cache.format.index import INDEX_NAME, REJECTED_LATENTS, IndexRow
+from qwen_cache.format.index import INDEX_NAME, REJECTED_LATENTS, SLIDER, IndexRow
 from qwen_cache.format.manifest import MANIFEST_NAME, Recipe
 from qwen_cache.format.rows import Words, hash_words, taken
 from qwen_cache.format.sample import LATENT_CHANNELS
@@ -193,7 +193,7 @@ class Mixture:
         return np.concatenate(each, axis=1)
 
     def target_tokens(self) -> IntArray:
-        """`[N]`: image tokens of the target."""
+        """`[N]`: image tokens of the target, or of the image to generate."""
         return np.concatenate([index_target_tokens(cache.table, cache.folder / INDEX_NAME) for cache in self.caches])
 
     def rejected_tokens(self) -> IntArray:
@@ -205,6 +205,11 @@ class Mixture:
             for cache in self.caches
         ]
         return np.concatenate(each)
+
+    def without_direction(self) -> int:
+        """The number of samples without the two prompts of a slider."""
+        tables = [cache.table for cache in self.caches]
+        return sum(t[SLIDER[0]].null_count if SLIDER[0] in t.column_names else len(t) for t in tables)
 
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; v1 has none."""
@@ -359,10 +364,13 @@ class Samples(Protocol):
         """`[2, N]`: image tokens (of target and controls) and text tokens."""
 
     def target_tokens(self) -> IntArray:
-        """`[N]`: image tokens of the target."""
+        """`[N]`: image tokens of the target, or of the image to generate."""
 
     def rejected_tokens(self) -> IntArray:
         """`[N]`: image tokens of the rejected image; 0 where a sample has none."""
+
+    def without_direction(self) -> int:
+        """The number of samples without the two prompts of a slider; ConfigError without an index."""
 
     def edit_masks(self) -> int:
         """The number of samples with an edit mask; ConfigError without an index."""
@@ -414,14 +422,16 @@ class Planned:
     validation: IntArray
     family: Family
     plan: BatchPlan
+    has_targets: bool
+    """False for samples of a slider that are images to generate: all of them, or none."""
 
     @classmethod
     def of(cls, cache: Samples, config: TrainConfig, begin: Begin = BEGIN) -> Planned:
         """The plan from `begin` of a run on; ConfigError or TrainError where nothing can be trained."""
         check_teacher(config)
-        check_dpo(config)
+        check_compared(config)
         check_pairs(cache, config)
-        check_targets(cache)
+        has_targets = check_targets(cache, config)
         check_text_lengths(cache)
         training, validation = training_and_validation(cache, config)
         family = family_of_recipe(cache.recipe.recipe)
@@ -437,13 +447,16 @@ class Planned:
         if config.dpo.beta is not None:
             rejected = counts + np.stack([cache.rejected_tokens() - cache.target_tokens(), np.zeros_like(counts[0])])
             tokens = pair_tokens(tokens, row_tokens(rejected, joint=joint), config)
+        elif config.slider.direction == "images":  # one of the two at a time
+            rejected = counts + np.stack([cache.rejected_tokens() - cache.target_tokens(), np.zeros_like(counts[0])])
+            tokens = np.maximum(tokens, row_tokens(rejected, joint=joint))
         one_caption = config.captions == "one"
         if one_caption and not cache.has_index:
             what = "train.captions=one needs the index of a cache, which a run that encodes does not have"
             raise ConfigError(what, do="build a cache: `qwen-cache build`")
         parts = cache.parts(training, one_caption=one_caption)
         plan = BatchPlan(tokens, config, cache.name, parts, loss_tokens, begin)
-        return cls(training, validation, family, plan)
+        return cls(training, validation, family, plan, has_targets)
 
 
 def check_text_lengths(samples: Samples) -> None:
@@ -503,64 +516,95 @@ def check_teacher(config: TrainConfig) -> None:
         )
 
 
-def check_dpo(config: TrainConfig) -> None:
-    """ConfigError for settings that `train.dpo` cannot be combined with."""
-    if config.dpo.beta is None:
+def check_compared(config: TrainConfig) -> None:
+    """ConfigError for settings that `train.dpo` or `train.slider` cannot be combined with."""
+    dpo, slider = config.dpo.beta is not None, config.slider.direction
+    if not dpo and not slider:
         return
+    name = "train.dpo" if dpo else "train.slider"
+    by_prompts = slider == "prompts"
     excluded = {
-        "train.method=full": (config.method == "full", "the reference is the model with its LoRA switched off"),
+        "train.slider": (dpo and slider, "a sample is learnt in one way"),
+        "train.method=full": (config.method == "full", "both need the model with its LoRA switched off or reversed"),
         "teacher: true in train.caches": (
             any(entry.teacher for entry in config.caches),
-            "a sample learns from its rejected image or from the teacher",
+            "a sample learns from the teacher or from its other image or prompts",
         ),
-        "train.follow=true": (config.follow, "a later commit may have samples without rejected image"),
-        f"train.noise_draws={config.noise_draws}": (config.noise_draws > 1, "a pair shares one noise level"),
-        f"train.loss_type={config.loss_type}": (config.loss_type != "mse", "it compares squared errors"),
+        "train.follow=true": (config.follow, "a later commit may have samples without these"),
+        f"train.noise_draws={config.noise_draws}": (config.noise_draws > 1, "a sample has one noise level"),
+        f"train.loss_type={config.loss_type}": (dpo and config.loss_type != "mse", "it compares squared errors"),
         f"train.loss_reduction={config.loss_reduction}": (
-            config.loss_reduction != "per_sample",
+            dpo and config.loss_reduction != "per_sample",
             "a pair is one preference, whatever the sizes of its images",
         ),
         f"train.edit_mask_weight={config.edit_mask_weight:g}": (
-            config.edit_mask_weight != 1,
+            config.edit_mask_weight != 1 and not by_prompts,
             "the mask is that of the target alone",
+        ),
+        "train.lora.type=oft": (slider and config.lora.type == "oft", "a rotation has no strength"),
+        "train.lora.use_dora": (
+            slider and config.lora.type == "lora" and config.lora.use_dora,
+            "the magnitude of a DoRA has no sign",
         ),
     }
     for setting, (given, reason) in excluded.items():
         if given:
             raise ConfigError(
-                f"train.dpo and {setting} exclude each other: {reason}",
-                found=f"train.dpo.beta={config.dpo.beta:g} and {setting}",
+                f"{name} and {setting} exclude each other: {reason}",
+                found=f"{name}.{f'beta={config.dpo.beta:g}' if dpo else f'direction={slider}'} and {setting}",
                 do="leave one of them out",
             )
 
 
 def check_pairs(cache: Samples, config: TrainConfig) -> None:
-    """ConfigError where `train.dpo` has samples without rejected image."""
-    if config.dpo.beta is None:
+    """ConfigError where `train.dpo` or `train.slider` lacks rejected images or prompts of a direction."""
+    dpo, slider = config.dpo.beta is not None, config.slider.direction
+    name = "train.dpo" if dpo else f"train.slider.direction={slider}"
+    if not dpo and not slider:
         return
     if not cache.has_index:
         raise ConfigError(
-            "train.dpo needs the index of a cache, which a run that encodes does not have",
+            f"{name} needs the index of a cache, which a run that encodes does not have",
             do="build a cache: `qwen-cache build`",
         )
-    if lacking := int((cache.rejected_tokens() == 0).sum()):
+    what, where = "rejected image", "a rejected image each (data.columns.rejected)"
+    lacking = int((cache.rejected_tokens() == 0).sum())
+    if slider == "prompts":
+        what, where = "positive and negative prompt", "both prompts (data.positive_prompt and data.negative_prompt)"
+        lacking = cache.without_direction()
+    if lacking:
         raise ConfigError(
-            "train.dpo learns from pairs of images, and samples have no rejected image",
+            f"{name} learns from the {what} of each sample, and samples have none",
             where=cache.folder,
-            found=f"{lacking} of {plural(len(cache), 'sample')} without rejected image",
-            do="build the cache from rows with a rejected image each (data.columns.rejected), or leave train.dpo out",
+            found=f"{lacking} of {plural(len(cache), 'sample')} without {what}",
+            do=f"build the cache from rows with {where}, or leave {name.partition('=')[0]} out",
         )
 
 
-def check_targets(cache: Samples) -> None:
-    """ConfigError for samples without target."""
-    if cache.has_index and (without := cache.column("target").null_count):
+def check_targets(cache: Samples, config: TrainConfig) -> bool:
+    """True if the samples have targets; ConfigError for samples without, unless they are all those of a slider."""
+    without = cache.column("target").null_count if cache.has_index else 0
+    if not without:
+        return True
+    found = f"{without} of {len(cache)} samples without target"
+    if config.slider.direction != "prompts":
         raise ConfigError(
             "samples without target cannot be trained: they are images to generate, for validation",
             where=cache.folder,
-            found=f"{without} of {len(cache)} samples without target",
+            found=found,
             do="train a cache that `qwen-cache build` made from targets, and name this one as validation.cache",
         )
+    if without < len(cache):
+        what, do = "a slider is trained on targets or on generated images", "train one cache of each kind"
+        raise ConfigError(what, where=cache.folder, found=found, do=do)
+    if config.validation_split:
+        raise ConfigError(
+            "train.validation_split holds out targets, and the samples have none",
+            where=cache.folder,
+            found=f"train.validation_split={config.validation_split}",
+            do="set train.validation_split=0; prompts for validation are validation.prompts",
+        )
+    return False
 
 
 def check_noise_draws(family: Family, noise_draws: int) -> None:
@@ -671,7 +715,7 @@ def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> st
 
 def unused_rejected(samples: Samples, config: TrainConfig) -> str | None:
     """A note on rejected images that are not trained, in one line; None where there are none, or they are."""
-    if config.dpo.beta is not None or not samples.has_index:
+    if config.trains_rejected or not samples.has_index:
         return None
     if not (with_rejected := int((samples.rejected_tokens() > 0).sum())):
         return None

@@ -149,6 +149,9 @@ class ServedSamples:
     def rejected_tokens(self) -> IntArray:
         raise self._no_index()
 
+    def without_direction(self) -> int:
+        raise self._no_index()
+
     def edit_masks(self) -> int:
         raise self._no_index()
 

@@ -301,6 +301,20 @@ def without(transformer: Any, adapter: str) -> Iterator[None]:
             layer._active_adapter = names
 
 
+@contextmanager
+def at_strength(transformer: Any, adapter: str, strength: float) -> Iterator[None]:
+    """Multiply an adapter by `strength` while entered: in all passes, also in those that recompute for a backward."""
+    layers = [layer for layer in tuned_layers(transformer) if adapter in layer.scaling] if strength != 1 else []
+    usual = [layer.scaling[adapter] for layer in layers]
+    for layer, scaling in zip(layers, usual, strict=True):
+        layer.scaling[adapter] = strength * scaling
+    try:
+        yield
+    finally:
+        for layer, scaling in zip(layers, usual, strict=True):
+            layer.scaling[adapter] = scaling
+
+
 def tuned_layers(transformer: Any) -> list[BaseTunerLayer]:
     """The layers that have an adapter."""
     return [layer for layer in transformer.modules() if isinstance(layer, BaseTunerLayer)]

@@ -201,5 +201,5 @@ def step_seconds(
     if way.processes > 1:  # gathered for each pass
         arriving += layers * block * (way.processes - 1) / way.processes / (card.bus / 2)
     forward = max(forward, layers * launches, arriving, way.inputs / card.bus)  # the bus has two directions
-    passes = 1 if train.dpo.beta is None else 2  # without gradients, and with
+    passes = 1 + train.passes_without_gradients
     return passes * forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)

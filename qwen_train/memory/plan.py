@@ -307,8 +307,12 @@ def largest_batch(cache: Samples, settings: TrainConfig, batches: Batched) -> tu
         found = []
         for row in (cache.row(batches.plan.sample(position)).meta for position in positions):
             found.append(SampleSize(row.img_shapes, row.text_length, row.image_positions))
-            if settings.dpo.beta is not None and row.rejected_shape:
-                found.append(found[-1]._replace(img_shapes=(row.rejected_shape, *row.img_shapes[1:])))
+            if settings.trains_rejected and row.rejected_shape:
+                rejected = found[-1]._replace(img_shapes=(row.rejected_shape, *row.img_shapes[1:]))
+                if settings.dpo.beta is not None:
+                    found.append(rejected)
+                elif token_count(rejected.img_shapes) > token_count(row.img_shapes):
+                    found[-1] = rejected
         return found
 
     def tokens(batch: Sequence[SampleSize]) -> int:

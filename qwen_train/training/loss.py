@@ -21,14 +21,14 @@ from qwen_cache.text import escaped
 from qwen_train.data.batches import Batch
 from qwen_train.flow import flow_loss, interpolate, pseudo_huber, sample_errors, scheduled_huber_c
 from qwen_train.lora.adapter import TRAINED, without
-from qwen_train.training.processes import any_process
+from qwen_train.training.processes import all_gather_object, any_process
 
 # ---- loss ------------------------------------------------------------------------------------------------------------
 # The loss of a batch: the transformer's prediction, its target, and the error between them.
 #
 # `flow` has the formulas. The target is the velocity of the data, or, for taught samples, what the model predicts
-# without its LoRA. With `train.dpo` the loss compares the errors of two images with those that the model makes without
-# its LoRA.
+# without its LoRA, or, for sliders, what it predicts moved in the direction of two prompts. With `train.dpo` the loss
+# compares the errors of two images with those that the model makes without its LoRA.
 
 
 def compute_loss(transformer: Any, batch: Batch, settings: TrainConfig | None = None) -> Tensor:
@@ -142,6 +142,48 @@ def with_reference(transformer: Any, batch: Batch, settings: TrainConfig) -> Bat
         return batch
     with torch.no_grad(), without(transformer, TRAINED):
         return replace(batch, reference=predict_velocity(transformer, batch).float())
+
+
+def with_direction(transformer: Any, batch: Batch, settings: TrainConfig, accelerator: Accelerator) -> Batch:
+    """With `train.slider.direction=prompts`, the batch with the velocity that the LoRA learns at its strength s:
+
+        target = v(prompt) + s · guidance_strength · [v(positive prompt) - v(negative prompt)]
+
+    v is what the model predicts without the LoRA for the same noised latents: three more passes, without gradients. The
+    LoRA learns the target for the row's own prompt, so s and -s learn opposite changes. The objective of Concept
+    Sliders (arXiv 2311.12092, Gandikota et al.) with the velocity in place of the noise: at a given level one is linear
+    in the other. The latents of samples without target are `denoised`.
+    """
+    if batch.direction is None:
+        return batch
+    texts = batch.direction
+    with torch.no_grad(), without(transformer, TRAINED):
+        if batch.path is not None:
+            batch = denoised(transformer, batch, batch.path, settings, accelerator)
+        rows = (batch, *(replace(batch, **text._asdict()) for text in texts))
+        own, positive, negative = (predict_velocity(transformer, each).float() for each in rows)
+    moved = batch.strength * settings.slider.guidance_strength * (positive - negative)
+    return replace(batch, target=own + moved)
+
+
+def denoised(
+    transformer: Any, batch: Batch, path: Float[Tensor, "B N"], settings: TrainConfig, accelerator: Accelerator
+) -> Batch:
+    """The batch with the latents that the model generates from its noise for its own prompts, by Euler steps.
+
+    They are `clean` and `noise` of the batch at once, so that it has them at any noise level. Under FSDP2 each pass
+    gathers the weights from all processes, so all take as many as the one with the most.
+    """
+    steps = path.shape[1] - 1
+    passes = max(all_gather_object(steps)) if settings.fsdp else steps
+    latents = batch.noise
+    for i in range(passes):
+        at = min(i, steps)
+        noised = replace(batch, clean=torch.where(batch.is_target[..., None], latents, batch.clean), noise=latents)
+        velocity = predict_velocity(transformer, replace(noised, sigma=path[:, at])).float()
+        if i < steps:
+            latents = latents + (path[:, i + 1] - path[:, i])[:, None, None] * velocity * batch.is_target[..., None]
+    return replace(batch, clean=torch.where(batch.is_target[..., None], latents, batch.clean), noise=latents)
 
 
 # ---- nonfinite -------------------------------------------------------------------------------------------------------

@@ -117,6 +117,10 @@ def print_plan(
     if t.dpo.beta is not None:
         of_dpo = f"DPO with beta {t.dpo.beta:g}, and as reference the model without the LoRA"
         out.print(f"[bold]pairs[/]    a target and a rejected image in each sample: {of_dpo}", highlight=False)
+    if t.slider.direction:
+        of_images = "strength 1 learns the targets, -1 the rejected images"
+        of_prompts = f"{t.slider.guidance_strength:g} times the difference between two prompts of each sample"
+        out.print(f"[bold]slider[/]   {of_images if t.slider.direction == 'images' else of_prompts}", highlight=False)
     out.print(
         f"[bold]steps[/]    {t.max_steps} of {plural(round(per_step, 1), 'sample')}: {epochs:.1f} epochs",
         highlight=False,

@@ -26,7 +26,7 @@ from qwen_train.data.samples import (
     Planned,
     Samples,
     check_cache,
-    check_dpo,
+    check_compared,
     check_empty_prompts,
     check_encoders,
     check_text_lengths,
@@ -128,6 +128,8 @@ def fixed_settings(config: Config) -> dict[str, Any]:
         fixed["train.follow"] = True
     if t.dpo.beta is not None:
         fixed |= {f"train.dpo.{name}": value for name, value in t.dpo.model_dump().items() if value}
+    if t.slider.direction:
+        fixed |= {f"train.slider.{name}": value for name, value in t.slider.model_dump().items()}
     return fixed | {
         "optimizer.name": config.optimizer.name,
         "train.ema_decay": t.ema_decay,
@@ -282,7 +284,7 @@ def starting(
     out = Path(config.train.output_dir)
     check_encoding(config, to_encode, launch)
     check_followable(config, to_encode)
-    check_dpo(config.train)
+    check_compared(config.train)
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
         samples = open_samples(config) if to_encode is None else None

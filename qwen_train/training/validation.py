@@ -6,7 +6,7 @@ import heapq
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -67,6 +67,8 @@ class Validation:
     config: ValidationConfig
     edit_mask_weight: float
     family: Family
+    directed: bool = False
+    """True if the two prompts of sliders are needed."""
 
     def measures_loss(self, step: int, max_steps: int) -> bool:
         """True if the loss is measured after this step; step 0 is before training."""
@@ -83,6 +85,7 @@ class Validation:
         losses = torch.zeros(len(self.samples), LEVELS, dtype=torch.float64)
         for i, is_filler in rank_samples(range(len(self.samples)), accelerator):
             for level, noised in enumerate(noised_samples(self.samples[i], rejected=rejected)):
+                noised = replace(noised, directed=self.directed)
                 loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
                 losses[i, level] = 0.0 if is_filler else loss
         return accelerator.reduce(losses.to(accelerator.device)) if accelerator.num_processes > 1 else losses
@@ -121,7 +124,8 @@ def make_validation(config: Config, batches: Batches) -> Validation | None:
     if settings.validation_steps is None:
         return None
     samples = held_out(config, batches, settings.num_samples)
-    return Validation(samples, settings, config.train.edit_mask_weight, batches.family)
+    directed = config.train.slider.direction == "prompts"
+    return Validation(samples, settings, config.train.edit_mask_weight, batches.family, directed)
 
 
 def held_out(config: Config, batches: Batches, count: int) -> tuple[Sample, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import torch
@@ -45,6 +48,15 @@ def velocity_20b(stock: Any, sample: Any, text: Tensor, target: Tensor, sigma: f
         return_dict=False,
     )[0][0, : len(target)]
     return output
+
+
+def with_fault(function: Any, old: str, new: str) -> Any:
+    """The function with `new` in place of `old` in its source."""
+    source = inspect.getsource(function)
+    assert source.count(old) == 1
+    names = dict(vars(sys.modules[function.__module__]))
+    exec(dedent(source.replace(old, new)), names)
+    return names[function.__name__]
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

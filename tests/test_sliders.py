@@ -1,0 +1,258 @@
+"""Sliders (`train.slider`): a LoRA whose strength moves one attribute, learnt from prompts or from pairs of images.
+
+The judge is the stock transformer with peft's adapter, one sample at a time: its own switch for the model without the
+LoRA, diffusers' `set_adapters` for the strength, and the stock scheduler for generated latents.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel, QwenImageTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qwen_train import train as training
+from qwen_train.data.batches import Batch, NoisedSample
+from qwen_train.flow import NoiseSchedule
+from qwen_train.lora.adapter import TRAINED, at_strength
+from qwen_train.training import loss as loss_module
+
+from .support.caches import build
+from .support.judge import image
+from .support.marks import slow
+from .support.preferences import write_preferences
+from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, by_two, column, differences, outcome, relative_error
+from .support.teacher import gradients, prepared, stock_of, velocity_20b, with_fault
+from .support.training_21 import stock_velocity
+
+Sliding = Callable[..., Trainer]
+STRENGTH = 2.5
+PROMPTS = {"train__slider__direction": "prompts", "train__slider__guidance_strength": STRENGTH}
+IMAGES = {"train__slider__direction": "images"}
+GENERATED = {**PROMPTS, "train__slider__num_inference_steps": 5}
+EXACT = 1e-5
+"""Tolerance in float32: two orders of the same sums."""
+
+
+def write_directions(folder: Path, count: int, *, target: bool) -> Path:
+    """Rows with the two prompts of a direction, of two shapes; every third has no control."""
+    folder.mkdir(parents=True)
+    rows = []
+    for i in range(count):
+        photo = image(("china.jpg", "coffee.png")[i % 2], (200, 160)).crop((0, 0, 96 + 32 * (i % 2), 96))
+        photo.save(folder / f"{i}.png")
+        prompts = {"prompt": "a photo" + " of it" * i, "positive_prompt": "a bright photo", "negative_prompt": "night"}
+        images = {"target": f"{i}.png"} if target else {"width": photo.width, "height": photo.height, "seed": i}
+        rows.append({**prompts, **images, **({"control": f"{i}.png"} if i % 3 else {})})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sliding(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Path]) -> Sliding:
+    """`qwen-train run` on a cache of "targets", "generated" images or "pairs", built once."""
+    root, caches = tmp_path_factory.mktemp("sliders"), dict[Any, Path]()
+
+    def make(variant: str, kind: str, folder: Path) -> Trainer:
+        if (variant, kind) not in caches:
+            source = root / f"{variant} {kind}"
+            if kind == "pairs":
+                write_preferences(source, 6)
+            else:
+                write_directions(source, 6, target=kind == "targets")
+            caches[variant, kind] = root / f"{variant} {kind} shards"
+            result = build(source, caches[variant, kind], tiny_model(variant))
+            assert result.code == 0, result.stderr
+        return Trainer(caches[variant, kind], tiny_model(variant), folder)
+
+    return make
+
+
+# ---- the loss --------------------------------------------------------------------------------------------------------
+
+
+def reference_loss(stock: Any, item: NoisedSample, velocity: Any, strength: float, schedule: Any) -> Tensor:
+    """The objective of Concept Sliders for one sample: `strength` is 1 or -1."""
+    sample, (draw,) = item.sample, item.draws
+    own = sample["empty_prompt_embeds" if item.without_caption else "prompt_embeds"]
+    stock.disable_adapters()
+    with torch.no_grad():
+        if "image_latents" in sample:
+            noisy, sigma = (1 - draw.sigma) * sample["image_latents"] + draw.sigma * draw.noise, draw.sigma
+        else:
+            noisy, sigma = draw.noise, 1.0
+            for t in schedule.timesteps[: len(item.path) - 1]:
+                noisy = schedule.step(velocity(stock, sample, own, noisy, float(t) / 1000), t, noisy).prev_sample
+            sigma = float(schedule.timesteps[len(item.path) - 1]) / 1000
+        positive, negative = (sample[f"slider_{which}_embeds"] for which in ("positive", "negative"))
+        there, back = (velocity(stock, sample, text, noisy, sigma) for text in (positive, negative))
+        learnt = velocity(stock, sample, own, noisy, sigma) + strength * STRENGTH * (there - back)
+    stock.enable_adapters()
+    stock.set_adapters(["default"], [strength])
+    error: Tensor = (velocity(stock, sample, own, noisy, sigma) - learnt).square().mean()
+    return error
+
+
+def of_images(stock: Any, item: NoisedSample, velocity: Any, strength: float) -> Tensor:
+    """The usual loss of the one image of a pair that is learnt at this strength."""
+    sample, (draw,) = item.sample, item.draws
+    clean = sample["image_latents" if strength > 0 else "rejected_latents"]
+    shapes = sample.img_shapes if strength > 0 else (sample.rejected_shape, *sample.img_shapes[1:])
+    noisy = (1 - draw.sigma) * clean + draw.sigma * draw.noise
+    stock.set_adapters(["default"], [strength])
+    controls = [sample["control_latents"]] if "control_latents" in sample else []
+    text = sample["empty_prompt_embeds" if item.without_caption else "prompt_embeds"]
+    output = stock(
+        hidden_states=torch.cat([noisy, *controls])[None],
+        encoder_hidden_states=text[None],
+        timestep=torch.tensor([draw.sigma]),
+        img_shapes=[list(shapes)],
+        return_dict=False,
+    )[0][0, : len(noisy)]
+    error: Tensor = (output - (draw.noise - clean)).square().mean()
+    return error
+
+
+def batches_of_both_strengths(p: training.Prepared) -> dict[float, tuple[Batch, list[NoisedSample]]]:
+    """A batch of strength 1 and one of -1, with their samples."""
+    found, consumed = dict[float, tuple[Batch, list[NoisedSample]]](), 0
+    while len(found) < 2:
+        positions = p.batches.plan.batch(consumed)
+        batch = p.batches.batch(consumed)
+        items = [p.batches.rows(position)[0 if batch.strength > 0 else -1] for position in positions]
+        if batch.path is not None:
+            stop = batch.path.shape[1] - 1
+            items = [p.batches._on_the_way(item, stop) for item in items]
+        if batch.path is None or 1 < batch.path.shape[1] < 5:
+            found.setdefault(batch.strength, (batch, items))
+        consumed += len(positions)
+    return found
+
+
+def found(p: training.Prepared, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and the gradients of a batch, as training has them."""
+    p.run.optimizer.zero_grad()
+    directed = loss_module.with_direction(p.run.transformer, batch, p.config.train, p.accelerator)
+    with training.at_strength(p.run.transformer, TRAINED, batch.strength):
+        loss = loss_module.compute_loss(p.transformer, directed, p.config.train)
+        loss.backward()
+    return loss, gradients(p.run.transformer)
+
+
+def judged(p: training.Prepared, stock: Any, variant: str, batch: Batch, items: list[NoisedSample]) -> Any:
+    velocity = velocity_20b if variant == "edit-plus" else stock_velocity
+    losses = []
+    for item in items:
+        if batch.direction is None:
+            losses.append(of_images(stock, item, velocity, batch.strength))
+            continue
+        tokens = len(item.draws[0].noise)
+        schedule = FlowMatchEulerDiscreteScheduler.from_pretrained(p.start.model.path / "scheduler")
+        schedule.set_timesteps(sigmas=np.linspace(1, 1 / 5, 5), mu=p.batches.schedule.mu(tokens))
+        losses.append(reference_loss(stock, item, velocity, batch.strength, schedule))
+    expected = torch.stack(losses).mean()
+    stock.zero_grad()
+    expected.backward()
+    return expected, {name: each.clone() for name, each in gradients(stock).items()}
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "changes"),
+    [
+        ("edit-plus", "targets", {"train__layout": "padded", "train__caption_dropout": 0.5}),
+        ("qwen-image-21", "targets", {"train__layout": "packed"}),
+        slow("edit-plus", "targets", {"train__offload_blocks": 2, "train__gradient_checkpointing": True}),
+        ("edit-plus", "generated", {"train__layout": "packed"}),
+        slow("qwen-image-21", "generated", {"train__layout": "padded"}),
+        ("edit-plus", "pairs", {"train__layout": "padded"}),
+    ],
+)
+def test_loss_and_gradient_are_those_of_the_stock_model_sample_by_sample(
+    sliding: Sliding,
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    variant: str,
+    kind: str,
+    changes: dict[str, Any],
+) -> None:
+    of_kind = {"targets": PROMPTS, "generated": GENERATED, "pairs": IMAGES}[kind]
+    usual = {"train__batch_size": 3, "train__caption_dropout": 0.0, "train__gradient_checkpointing": True}
+    p = prepared(sliding(variant, kind, tmp_path), **(usual | of_kind | changes))
+    model = QwenImageTransformer2DModel if variant == "edit-plus" else QwenImage21Transformer2DModel
+    stock = stock_of(p, tiny_model(variant) / "transformer", model)
+    exact = 5 * EXACT if kind == "generated" else EXACT  # up to four passes, one after the other
+    for batch, items in batches_of_both_strengths(p).values():
+        expected, expected_gradients = judged(p, stock, variant, batch, items)
+        loss, loss_gradients = found(p, batch)
+        assert loss.item() == pytest.approx(expected.item(), rel=exact)
+        assert relative_error(loss_gradients, expected_gradients) < exact
+
+
+FAULTS = {
+    "the sign": (loss_module, "with_direction", "positive - negative", "negative - positive"),
+    "the model has the LoRA": (loss_module, "with_direction", ", without(transformer, TRAINED)", ""),
+    "its strength is 1": (training, "at_strength", "strength * scaling", "scaling"),
+    "the strength of the guidance": (loss_module, "with_direction", "settings.slider.guidance_strength * ", ""),
+    "steps of generation": (loss_module, "denoised", "range(passes)", "range(passes - 1)"),
+}
+
+
+def test_each_fault_would_be_seen(
+    sliding: Sliding, tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = prepared(sliding("edit-plus", "generated", tmp_path), **GENERATED, train__caption_dropout=0.0)
+    stock = stock_of(p, tiny_model("edit-plus") / "transformer", QwenImageTransformer2DModel)
+    batch, items = batches_of_both_strengths(p)[-1.0]
+    _, expected = judged(p, stock, "edit-plus", batch, items)
+    assert relative_error(found(p, batch)[1], expected) < 5 * EXACT
+    for name, (owner, function, old, new) in FAULTS.items():
+        with monkeypatch.context() as patch:
+            faulty = with_fault(at_strength if owner is training else getattr(owner, function), old, new)
+            patch.setattr(owner, function, faulty)
+            assert relative_error(found(p, batch)[1], expected) > 100 * EXACT, name
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_levels_of_a_generation_are_the_stock_scheduler_s(steps: int, tiny_model: Callable[[str], Path]) -> None:
+    for variant in ("edit-plus", "qwen-image-21"):
+        stock = FlowMatchEulerDiscreteScheduler.from_pretrained(tiny_model(variant) / "scheduler")
+        schedule = NoiseSchedule.of_config(dict(stock.config))
+        stock.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), mu=schedule.mu(1024))
+        np.testing.assert_allclose(schedule.levels(steps, 1024), stock.sigmas[:-1].numpy(), rtol=1e-5)
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["targets", "generated", "pairs"])
+def test_a_run_is_resumed_exactly_and_with_these_settings_alone(sliding: Sliding, tmp_path: Path, kind: str) -> None:
+    train = sliding("edit-plus", kind, tmp_path)
+    direction = {f.replace("__", "."): v for f, v in (IMAGES if kind == "pairs" else GENERATED).items()}
+    settings = {**EVERYTHING_RANDOM, **direction, "train.max_steps": 4}
+    whole = train(settings=settings, out="whole")
+    assert train.try_(settings=settings, train__max_steps=1).code == 0
+    other = train.try_("--resume", settings=settings, train__slider__guidance_strength=7.0)
+    if kind != "pairs":
+        assert other.code == 2
+        assert "this checkpoint was trained with another train.slider.guidance_strength" in other.stderr
+    assert differences(outcome(train("--resume", settings=settings)), outcome(whole)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+def test_two_processes_equal_one(sliding: Sliding, tmp_path: Path, fsdp: bool) -> None:
+    train = sliding("edit-plus", "generated", tmp_path)
+    direction = {f.replace("__", "."): v for f, v in GENERATED.items()}
+    settings = {**SMALL, **direction, "train.batch_size": 1, "optimizer.eps": 1e-2, "train.max_steps": 3}
+    one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
+    out = by_two(train, settings=settings, train__fsdp=fsdp)
+    assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-4)
+    assert relative_error(load_file(out / LORA), load_file(one / LORA)) < 1e-4
