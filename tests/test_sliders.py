@@ -7,6 +7,7 @@ LoRA, diffusers' `set_adapters` for the strength, and the stock scheduler for ge
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,18 @@ from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DM
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qwen_cache import open_cache
+from qwen_cache.errors import ConfigError
+from qwen_cache.settings.sections import SliderConfig, TrainConfig
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
+from qwen_train.data.samples import Mixture, check_compared, unused_rejected
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
 from qwen_train.training import loss as loss_module
 
 from .support.caches import build
+from .support.commands import run
 from .support.judge import image
 from .support.marks import slow
 from .support.preferences import write_preferences
@@ -46,7 +52,7 @@ def write_directions(folder: Path, count: int, *, target: bool) -> Path:
     folder.mkdir(parents=True)
     rows = []
     for i in range(count):
-        photo = image(("china.jpg", "coffee.png")[i % 2], (200, 160)).crop((0, 0, 96 + 32 * (i % 2), 96))
+        photo = image(("china.jpg", "coffee.png")[i % 2], (200, 160)).crop((i, i, i + 96 + 32 * (i % 2), i + 96))
         photo.save(folder / f"{i}.png")
         prompts = {"prompt": "a photo" + " of it" * i, "positive_prompt": "a bright photo", "negative_prompt": "night"}
         images = {"target": f"{i}.png"} if target else {"width": photo.width, "height": photo.height, "seed": i}
@@ -256,3 +262,68 @@ def test_two_processes_equal_one(sliding: Sliding, tmp_path: Path, fsdp: bool) -
     out = by_two(train, settings=settings, train__fsdp=fsdp)
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-4)
     assert relative_error(load_file(out / LORA), load_file(one / LORA)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["targets", "pairs"])
+def test_the_loss_falls_on_held_out_samples_at_both_strengths(sliding: Sliding, tmp_path: Path, kind: str) -> None:
+    """The measured loss is the mean of both strengths: before training that of the model without the LoRA."""
+    train = sliding("edit-plus", kind, tmp_path)
+    direction = {f.replace("__", "."): v for f, v in (IMAGES if kind == "pairs" else PROMPTS).items()}
+    settings = {**SMALL, **direction, "train.validation_split": 0.4, "validation.validation_steps": 30}
+    settings |= {"train.max_steps": 30, "train.batch_size": 3, "optimizer.learning_rate": 0.01}
+    result = train.try_(settings=settings)
+    assert result.code == 0, result.stderr
+    first, last = column(tmp_path / "out", "validation_loss")
+    assert last < first
+    assert f"slider   {'strength 1 learns' if kind == 'pairs' else '2.5 times the difference'}" in result.stderr
+
+
+# ---- what is counted, said and refused -------------------------------------------------------------------------------
+
+
+def test_plan_counts_the_larger_image_of_a_pair_and_the_image_to_generate(sliding: Sliding, tmp_path: Path) -> None:
+    def planned(kind: str, **changes: Any) -> dict[str, Any]:
+        result = run("qwen-train", "plan", *sliding("edit-plus", kind, tmp_path).arguments(**changes)[1:], "--json")
+        assert result.code == 0, result.stderr
+        return dict(json.loads(result.stdout))
+
+    def most(kind: str) -> int:
+        """The most tokens of a row: with the larger of its two images."""
+        rows = [sample.row.meta for sample in open_cache(sliding("edit-plus", kind, tmp_path).cache)]
+        sizes = (max(meta.img_shapes[0], meta.rejected_shape or (0, 0, 0), key=math.prod) for meta in rows)
+        shapes = ((size, *meta.img_shapes[1:]) for size, meta in zip(sizes, rows, strict=True))
+        images = (sum(map(math.prod, each)) for each in shapes)
+        return max(tokens + meta.text_length for tokens, meta in zip(images, rows, strict=True))
+
+    assert planned("pairs", **IMAGES)["largest_batch"]["tokens"] == most("pairs")
+    assert planned("generated", **GENERATED)["largest_batch"]["tokens"] == most("generated")
+    usual, slider = (TrainConfig(slider=SliderConfig(**each)) for each in ({}, {"direction": "prompts"}))
+    assert (usual.passes_without_gradients, slider.passes_without_gradients) == (0, 3)
+
+
+def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
+    targets, generated, pairs = (sliding("edit-plus", kind, tmp_path) for kind in ("targets", "generated", "pairs"))
+    for train, changes, message in (
+        (pairs, PROMPTS, "6 of 6 samples without positive and negative prompt"),
+        (targets, IMAGES, "6 of 6 samples without rejected image"),
+        (generated, {}, "samples without target cannot be trained: they are images to generate"),
+        (generated, {**GENERATED, "train__validation_split": 0.5}, "train.validation_split holds out targets"),
+    ):
+        for command in ("run", "plan"):
+            result = run("qwen-train", command, *train.arguments(**changes)[1:])
+            assert result.code == 2
+            assert message in result.stderr
+    for change, value, setting in (
+        ("train__method", "full", "train.method=full"),
+        ("train__follow", True, "train.follow=true"),
+        ("train__noise_draws", 2, "train.noise_draws=2"),
+        ("train__dpo__beta", 5.0, "train.slider"),
+        ("train__lora__type", "oft", "train.lora.type=oft"),
+        ("train__lora__use_dora", True, "train.lora.use_dora"),
+    ):
+        with pytest.raises(ConfigError, match=f"train.(slider|dpo) and {setting} exclude each other"):
+            check_compared(targets.config(**PROMPTS, **{change: value}).train)
+    with pytest.raises(ConfigError, match=r"train.slider and train.edit_mask_weight=3 exclude each other"):
+        check_compared(pairs.config(**IMAGES, train__edit_mask_weight=3.0).train)
+    assert unused_rejected(Mixture.of(open_cache(pairs.cache)), pairs.config(**IMAGES).train) is None

@@ -127,7 +127,8 @@ def steps_per_image(settings: Config, samples: Samples, planned: Planned) -> dic
 
     train = settings.train
     per_step = planned.plan.summary().samples_per_batch * train.gradient_accumulation_steps
-    images = pc.count_distinct(samples.column("target").take(pa.array(planned.training))).as_py()
+    named = "target" if planned.has_targets else "key"
+    images = pc.count_distinct(samples.column(named).take(pa.array(planned.training))).as_py()
     per_image = round(train.max_steps * per_step / images, 1)
     return {"max_steps": train.max_steps, "per_step": round(per_step, 1), "images": images, "per_image": per_image}
 
