@@ -44,7 +44,7 @@ from .support.imports import make, write_diffusion_pipe, write_musubi, write_qfl
 from .support.marks import slow
 from .support.paths import ROOT, load_tool
 from .support.photographs import photograph
-from .support.preferences import write_preferences
+from .support.preferences import write_directions, write_preferences
 from .support.sources import write_pairs
 
 reference: Any = load_tool("make_reference")
@@ -180,6 +180,7 @@ def folder(
             write_data_of_others(tmp_path)
         if page == "howto/train-from-preferences.md":
             write_preferences(tmp_path / "preferences", 8)
+            write_directions(tmp_path / "directions", 3, target=True)
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(small(page)), encoding="utf-8")
         return tmp_path
 
@@ -410,6 +411,13 @@ def test_the_memory_of_qwen_image_21_is_what_plan_computes() -> None:
 
 
 # ---- the README, links, error messages -------------------------------------------------------------------------------
+
+
+def test_the_pages_are_few_and_short() -> None:
+    """By hand; a word has a letter or a digit, so that the bars of tables are none."""
+    words = [word for page in PAGES for word in (DOCS / page).read_text(encoding="utf-8").split()]
+    assert sum(any(map(str.isalnum, word)) for word in words) <= 30_000
+    assert sum(page.startswith("howto/") for page in PAGES) <= 20
 
 
 def test_the_readme_is_short() -> None:

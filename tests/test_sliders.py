@@ -31,9 +31,8 @@ from qwen_train.training import loss as loss_module
 
 from .support.caches import build
 from .support.commands import run
-from .support.judge import image
 from .support.marks import slow
-from .support.preferences import write_preferences
+from .support.preferences import write_directions, write_preferences
 from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, by_two, column, differences, outcome, relative_error
 from .support.teacher import gradients, prepared, stock_of, velocity_20b, with_fault
 from .support.training_21 import stock_velocity
@@ -45,20 +44,6 @@ IMAGES = {"train__slider__direction": "images"}
 GENERATED = {**PROMPTS, "train__slider__num_inference_steps": 5}
 EXACT = 1e-5
 """Tolerance in float32: two orders of the same sums."""
-
-
-def write_directions(folder: Path, count: int, *, target: bool) -> Path:
-    """Rows with the two prompts of a direction, of two shapes; every third has no control."""
-    folder.mkdir(parents=True)
-    rows = []
-    for i in range(count):
-        photo = image(("china.jpg", "coffee.png")[i % 2], (200, 160)).crop((i, i, i + 96 + 32 * (i % 2), i + 96))
-        photo.save(folder / f"{i}.png")
-        prompts = {"prompt": "a photo" + " of it" * i, "positive_prompt": "a bright photo", "negative_prompt": "night"}
-        images = {"target": f"{i}.png"} if target else {"width": photo.width, "height": photo.height, "seed": i}
-        rows.append({**prompts, **images, **({"control": f"{i}.png"} if i % 3 else {})})
-    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A source of preferences: pairs of a bright target and a dark rejected image."""
+"""Sources of preferences, pairs of a bright target and a dark rejected image, and of directions of a slider."""
 
 from __future__ import annotations
 
@@ -28,5 +28,19 @@ def write_preferences(folder: Path, count: int, *, rejected: bool = True) -> Pat
         for role, each in images.items():
             each.save(folder / f"{i} {role}.png")
         rows.append({"prompt": "brighter" + " and brighter" * (i % 3)} | {role: f"{i} {role}.png" for role in images})
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
+
+
+def write_directions(folder: Path, count: int, *, target: bool) -> Path:
+    """Rows with the two prompts of a direction, of two shapes; every third has no control."""
+    folder.mkdir(parents=True)
+    rows = []
+    for i in range(count):
+        photo = image(("china.jpg", "coffee.png")[i % 2], (200, 160)).crop((i, i, i + 96 + 32 * (i % 2), i + 96))
+        photo.save(folder / f"{i}.png")
+        prompts = {"prompt": "a photo" + " of it" * i, "positive_prompt": "a bright photo", "negative_prompt": "night"}
+        images = {"target": f"{i}.png"} if target else {"width": photo.width, "height": photo.height, "seed": i}
+        rows.append({**prompts, **images, **({"control": f"{i}.png"} if i % 3 else {})})
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder
