@@ -21,7 +21,7 @@ from qwen_cache.settings.sections import DataConfig
 from qwen_cache.storage.files import LockHeldError, NoLocksError, locked, make_folder
 from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import VARIABLE, console, is_verbose, set_verbosity
-from qwen_cache.text import plain, shell_line
+from qwen_cache.text import parse_json, plain, shell_line
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
 # Signals: SIGINT and SIGTERM finish the step, save and stop. SIGUSR1 saves, SIGUSR2 generates the validation images;
@@ -407,8 +407,8 @@ LIKENESS_NAME = "likeness.json"
 target or training: a cosine similarity}}}."""
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 """The name of the folder with the images of a step."""
-SCALES = "true_cfg_scale"
-"""The entry of a file's metadata with the guidance of each of its images, as a JSON list; only of several images."""
+VARIED = ("true_cfg_scale", "lora_weight")
+"""The entries of a file's metadata with what differs between its images, as a JSON list; one of them, of several."""
 
 TRAINED = "trained"
 """The entry of the metadata of a target that is trained."""
@@ -416,6 +416,24 @@ EDIT_MASK = "edit_mask"
 """The tensor `[S]` beside the latents of a target with one."""
 
 GENERATE = "set validation.prompts and build the cache, or set validation.num_images"
+
+
+def varied(metadata: Mapping[str, str]) -> tuple[str, list[float]]:
+    """The entry of `VARIED` that a file of validation images has, and the value of each of its images; "" and none for
+    a single image. ValueError for a list that is none."""
+    for name in VARIED:
+        if name in metadata:
+            values = parse_json(metadata[name])
+            if not isinstance(values, list) or not all(type(each) in (int, float) for each in values):
+                raise ValueError(f"{name} is no list of numbers")
+            return name, [float(each) for each in values]
+    return "", []
+
+
+def image_titles(metadata: Mapping[str, str]) -> list[str]:
+    """A title for each image of a file, such as `true_cfg_scale 4`; empty for a single one. ValueError as `varied`."""
+    name, values = varied(metadata)
+    return [f"{name} {value:g}" for value in values] or [""]
 
 
 def latents_files(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel, QwenImageTransformer2DModel
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from qwen_train.data.batches import Batch, NoisedSample
 from qwen_train.data.samples import Mixture, check_compared, unused_rejected
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
+from qwen_train.run import image_titles
 from qwen_train.training import loss as loss_module
 
 from .support.caches import build
@@ -257,10 +259,19 @@ def test_the_loss_falls_on_held_out_samples_at_both_strengths(sliding: Sliding, 
     direction = {f.replace("__", "."): v for f, v in (IMAGES if kind == "pairs" else PROMPTS).items()}
     settings = {**SMALL, **direction, "train.validation_split": 0.4, "validation.validation_steps": 30}
     settings |= {"train.max_steps": 30, "train.batch_size": 3, "optimizer.learning_rate": 0.01}
+    settings |= {"validation.num_images": 1, "validation.images_every_steps": 30, "validation.num_inference_steps": 2}
     result = train.try_(settings=settings)
     assert result.code == 0, result.stderr
     first, last = column(tmp_path / "out", "validation_loss")
     assert last < first
+    images = []
+    for step in (0, 30):
+        (file,) = (tmp_path / "out" / "validation" / f"step-{step}").glob("*.safetensors")
+        with safe_open(file, framework="pt") as opened:
+            assert image_titles(opened.metadata()) == [f"lora_weight {each}" for each in (-2, -1, 0, 1, 2)]
+            images.append(opened.get_tensor("latents").chunk(5))
+    assert torch.equal(images[1][2], images[0][2]), "at 0 it is the model without the LoRA"
+    assert len({tuple(each.flatten().tolist()) for each in images[1]}) == 5
     assert f"slider   {'strength 1 learns' if kind == 'pairs' else '2.5 times the difference'}" in result.stderr
 
 

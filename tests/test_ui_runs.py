@@ -230,7 +230,11 @@ def test_images_are_listed_by_sample_and_step(tmp_path: Path) -> None:
     made = runs.listed(run)
     first, second = made["samples"]
     paths = [[image["path"] for image in step["images"]] for step in first["steps"]]
-    assert (first["name"], first["prompt"], first["scales"]) == ("cats/2", "make it <b>red</b>", [1, 4])
+    assert (first["name"], first["prompt"], first["titles"]) == (
+        "cats/2",
+        "make it <b>red</b>",
+        ["true_cfg_scale 1", "true_cfg_scale 4"],
+    )
     assert [step["step"] for step in first["steps"]] == [9, 10]
     assert paths == [[f"step-{n}/{KEY}.png", f"step-{n}/{KEY}-2.png"] for n in (9, 10)]
     assert [image["path"] for image in first["target"]] == [f"target/{KEY}.png"]

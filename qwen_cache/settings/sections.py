@@ -45,6 +45,11 @@ Sigmas = Annotated[
 ]
 Names = Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
 OneName = Annotated[list[str], Field(max_length=1), BeforeValidator(lambda v: [v] if isinstance(v, str) else v)]
+Strengths = Annotated[
+    list[Annotated[float, Field(ge=-10, le=10)]],
+    Field(min_length=1),
+    BeforeValidator(lambda v: v if isinstance(v, list) else [v]),
+]
 Scales = Annotated[
     list[Annotated[float, Field(ge=1)]],
     Field(min_length=1),
@@ -695,6 +700,8 @@ class ValidationConfig(Section):
     true_cfg_scale: Scales = [1.0]
     """Classifier-free guidance against the sample's own empty prompt; 1 turns it off and halves the time. Several, such
     as [1, 4], give an image each, from the same noise."""
+    lora_weight: Strengths | None = None
+    """The strengths of the LoRA, as several scales, with a single scale. By default 1; for a slider -2, -1, 0, 1, 2."""
     assistant_lora: bool = False
     """Generate these images with train.assistant_lora, as for Lightning, or without it, as the result alone does. The
     losses are measured with it."""

@@ -174,6 +174,7 @@ TITLES = {
     "validation.num_images": "Held-out samples to generate",
     "validation.images_every_steps": "Generate images every (steps)",
     "validation.num_inference_steps": "Denoising steps of validation images",
+    "validation.lora_weight": "Strengths of the LoRA",
     "validation.true_cfg_scale": "Guidance scales of validation images",
     "validation.assistant_lora": "Validation images with the assistant LoRA",
     "validation.vae_device": "Device for decoding",

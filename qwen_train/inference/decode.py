@@ -24,7 +24,7 @@ from qwen_cache.models.folder import ModelFolder
 from qwen_cache.sources.sizes import Size
 from qwen_cache.storage.files import write_durably
 from qwen_cache.storage.remembered import check_safetensors
-from qwen_train.run import SCALES, VALIDATION, png_of
+from qwen_train.run import VALIDATION, image_titles, png_of
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,8 @@ def latents_in(path: Path) -> Iterator[Latents]:
 
 
 def titles_of(metadata: Mapping[str, str], count: int, otherwise: str) -> list[str]:
-    """The name of each image of a file; ValueError if the guidance of some is missing."""
-    name = metadata.get("name") or otherwise
-    if SCALES not in metadata:
+    """The name of each image of a file; ValueError if what differs between them is missing of some."""
+    name, titles = metadata.get("name") or otherwise, image_titles(metadata)
+    if titles == [""]:
         return [name] * count
-    scales = [float(scale) for scale in json.loads(metadata[SCALES])]
-    return [f"{name}, {SCALES} {scale:g}" for scale, _ in zip(scales, range(count), strict=True)]
+    return [f"{name}, {title}" for title, _ in zip(titles, range(count), strict=True)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -50,7 +50,7 @@ from qwen_train.lora.files import (
     settings_in,
     type_of_names,
 )
-from qwen_train.run import CHECKPOINT, RUN_FACTS_NAME, SCALES, STEP, VALIDATION, png_of, recorded, run_of
+from qwen_train.run import CHECKPOINT, RUN_FACTS_NAME, STEP, VALIDATION, png_of, recorded, run_of, varied
 from qwen_train.training.report import UNREADABLE
 
 CARD = "README.md"
@@ -150,8 +150,8 @@ class ShownImage:
     name: str
     data: bytes
     prompt: str
-    true_cfg_scale: float | None
-    """The guidance scale, if there are several images with this prompt."""
+    parameters: Mapping[str, float]
+    """What differs between several images with this prompt: `true_cfg_scale` or `lora_weight`."""
 
 
 def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:
@@ -267,24 +267,24 @@ def _images(run: RunFacts) -> list[ShownImage]:
     folder = steps[-1][1]
     words = {png: each for file in sorted(folder.glob("*.safetensors")) for png, each in _words(file)}
     known, others = [png for png in words if png.is_file()], sorted({*folder.glob("*.png")} - words.keys())
-    return [_image(path, *words.get(path, ("", None))) for path in [*known, *others][:MOST_IMAGES]]
+    return [_image(path, *words.get(path, ("", {}))) for path in [*known, *others][:MOST_IMAGES]]
 
 
-def _words(latents: Path) -> Iterator[tuple[Path, tuple[str, float | None]]]:
-    """The PNG of each image of a file, with its prompt, and its guidance if there are several."""
+def _words(latents: Path) -> Iterator[tuple[Path, tuple[str, Mapping[str, float]]]]:
+    """The PNG of each image of a file, with its prompt, and what differs if there are several."""
     try:
         check_safetensors(latents, TrainError)
         with safe_open(latents, framework="np") as file:
             metadata = file.metadata() or {}
-        scales = [None if scale is None else float(scale) for scale in json.loads(metadata.get(SCALES, "[null]"))]
+        name, values = varied(metadata)
     except (OSError, SafetensorError, ValueError, TypeError) as error:
         what = f"the prompt of an image cannot be read: {first_line(error)}"
         raise TrainError(what, where=latents, do="delete this file and its images; or add --no-images") from None
-    for number, scale in enumerate(scales):
-        yield png_of(latents, number), (metadata.get("prompt", ""), scale)
+    for number, parameters in enumerate([{name: value} for value in values] or [{}]):
+        yield png_of(latents, number), (metadata.get("prompt", ""), parameters)
 
 
-def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
+def _image(path: Path, prompt: str, parameters: Mapping[str, float]) -> ShownImage:
     """An image with its pixels alone: no other content of the file is published."""
     data = BytesIO()
     try:
@@ -294,7 +294,7 @@ def _image(path: Path, prompt: str, true_cfg_scale: float | None) -> ShownImage:
     except UNREADABLE as error:
         do = "delete it, and run `qwen-train decode` again; or add --no-images"
         raise TrainError(f"this image cannot be read: {first_line(error)}", where=path, do=do) from None
-    return ShownImage(path.name, data.getvalue(), prompt, true_cfg_scale)
+    return ShownImage(path.name, data.getvalue(), prompt, parameters)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def _card(run: RunFacts, repo: str, images: list[ShownImage]) -> str:
     link = f"https://huggingface.co/{run.pipeline.models[0]}/blob/main/LICENSE"
     extra: dict[str, Any] = {"instance_prompt": trigger} if trigger else {}
     for image in images:
-        parameters = {} if image.true_cfg_scale is None else {"parameters": {SCALES: image.true_cfg_scale}}
+        parameters = {"parameters": dict(image.parameters)} if image.parameters else {}
         output = {"url": f"{IMAGES}/{image.name}"}
         extra.setdefault("widget", []).append({"text": image.prompt or " ", **parameters, "output": output})
     # Under the tag `lora` the hub shows how a pipeline loads one, which is wrong for other types.

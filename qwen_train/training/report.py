@@ -8,7 +8,6 @@ refused.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import warnings
@@ -43,11 +42,11 @@ from qwen_train.run import (
     PREFERENCE_ACCURACY,
     PREFERENCE_MARGIN,
     RUN_FACTS_NAME,
-    SCALES,
     STEP,
     TIMES,
     VALIDATION,
     checkpoints,
+    image_titles,
     png_of,
 )
 from qwen_train.training.best import Best, best_of, differences
@@ -338,7 +337,7 @@ def validation_samples(folder: Path, best: int | None = None) -> list[Validation
     stems: dict[str, None] = {}
     for _, path in steps[-2:]:
         pngs = sorted(path.glob("*.png"))
-        further = {png_of(png, i) for png in pngs for i in range(1, len(_scales(_metadata(png))))}
+        further = {png_of(png, i) for png in pngs for i in range(1, len(_titles(_metadata(png))))}
         stems |= dict.fromkeys(png.stem for png in pngs if png not in further)
     shown = shown_steps(steps, best)
     found = [_validation_sample(folder / VALIDATION, stem, shown, best) for stem in stems]
@@ -361,7 +360,7 @@ def shown_steps(steps: Sequence[tuple[int, Path]], best: int | None = None) -> l
 def _validation_sample(
     folder: Path, stem: str, steps: Sequence[tuple[int, Path]], best: int | None
 ) -> ValidationSample:
-    """Strips of the shown steps, one for each guidance, of which the first begins with controls and target."""
+    """Strips of the shown steps, one for each image of a file, of which the first begins with controls and target."""
     pngs = {path.name: path for path in (folder / "controls").glob("*.png")}
     names = (png_of(Path(f"{stem}.png"), i).name for i in count())
     controls = [pngs[name] for name in takewhile(pngs.__contains__, names)]
@@ -372,7 +371,7 @@ def _validation_sample(
         png = decoded / f"{stem}.png"
         metadata |= _metadata(png)
         caption = f"after step {step}{', proposed' if step == best else ''}" if step else "before training"
-        for i, title in enumerate(_scales(_metadata(png))):
+        for i, title in enumerate(_titles(_metadata(png))):
             strips.setdefault(title, []).append((png_of(png, i), caption))
     images = {title: [_image(path, caption) for path, caption in row if path.exists()] for title, row in strips.items()}
     shown = [Strip(title, row) for title, row in images.items() if row]
@@ -384,11 +383,11 @@ def _validation_sample(
     return ValidationSample(metadata.get("name", stem), metadata.get("prompt", ""), shown)
 
 
-def _scales(metadata: Mapping[str, str]) -> list[str]:
+def _titles(metadata: Mapping[str, str]) -> list[str]:
     """A title for each image of a file; empty for a single one."""
     try:
-        return [f"{SCALES} {float(scale):g}" for scale in json.loads(metadata.get(SCALES, ""))]
-    except (ValueError, TypeError, RecursionError):
+        return image_titles(metadata)
+    except ValueError:
         return [""]
 
 

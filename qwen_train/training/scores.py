@@ -217,6 +217,8 @@ def _scores_of(
     file: Latents, distance: Distance, target: Latents | None, control: Latents | None, before: Latents | None
 ) -> Iterator[tuple[str, float]]:
     """The scores of the images of one sample, each the mean over its values of the guidance."""
+    if "lora_weight" in file.words:  # images that are meant to differ from the target
+        return
     mask = target.edit_mask if target else None
     if target and TRAINED not in target.words:
         if whole := distance.of_each(file.images, target.images[0]):

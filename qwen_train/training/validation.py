@@ -28,13 +28,15 @@ from qwen_cache.format.sample import LATENT_CHANNELS, ImgShapes, token_count
 from qwen_cache.models.family import Family
 from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.sections import ValidationConfig
+from qwen_cache.settings.sections import TrainConfig, ValidationConfig
 from qwen_cache.storage.files import make_folder, unless_in_use, write_durably
 from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
 from qwen_train.data.samples import Mixture, no_empty_prompt
 from qwen_train.inference.cached import generate_cached, initial_latents
+from qwen_train.lora.adapter import TRAINED as ADAPTER
+from qwen_train.lora.adapter import at_strength
 from qwen_train.run import (
     EDIT_MASK,
     LEVELS,
@@ -44,7 +46,6 @@ from qwen_train.run import (
     PREFERENCE_ACCURACY,
     PREFERENCE_MARGIN,
     SAMPLE_LOSSES,
-    SCALES,
     STEP,
     TRAINED,
     VALIDATION,
@@ -235,11 +236,13 @@ class ValidationImages:
     family: Family
     trained: frozenset[str] = frozenset()
     """The keys of those that are trained."""
+    strengths: Sequence[float] = (1.0,)
+    """The strengths of the LoRA; several with a single scale."""
 
     @property
     def count(self) -> int:
         """Images at a time."""
-        return len(self.samples) * len(self.config.true_cfg_scale)
+        return len(self.samples) * len(self.config.true_cfg_scale) * len(self.strengths)
 
     @property
     def summary(self) -> str:
@@ -248,6 +251,8 @@ class ValidationImages:
         count = plural(self.count, "image")
         guided = f" at true_cfg_scale {' and '.join(f'{scale:g}' for scale in scales)}" if scales != [1] else ""
         every = plural(self.config.images_every_steps, "step")
+        weights = ", ".join(f"{each:g}" for each in self.strengths)
+        guided += f" at lora_weight {weights}" if self.strengths != (1,) else ""
         return f"{count}{guided}, before training, every {every} and after the last"
 
     def due(self, step: int) -> bool:
@@ -257,16 +262,20 @@ class ValidationImages:
     def write(self, folder: Path, step: int, transformer: Any, accelerator: Any, dtype: torch.dtype) -> None:
         """Write the latents of all images to `folder`/validation/step-N, targets and controls beside it.
 
-        Each process generates its share. With several scales a file has one image for each.
+        Each process generates its share. With several scales or strengths a file has one image for each.
         """
-        scales = self.config.true_cfg_scale
+        scales, several = self.config.true_cfg_scale, len(self.strengths) > 1
+        name, values = ("lora_weight", self.strengths) if several else ("true_cfg_scale", scales)
         for sample, is_filler in rank_samples(self.samples, accelerator):
-            images = [self.generate(sample, transformer, accelerator.device, dtype, scale) for scale in scales]
+            images = []
+            for strength in self.strengths:
+                with at_strength(transformer, ADAPTER, strength):
+                    images += [self.generate(sample, transformer, accelerator.device, dtype, each) for each in scales]
             if is_filler:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-            latents, words = torch.cat(images), {SCALES: json.dumps(scales)} if len(scales) > 1 else {}
-            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(scales), words)
+            latents, words = torch.cat(images), {name: json.dumps(values)} if len(images) > 1 else {}
+            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(images), words)
             if "image_latents" in sample:
                 words = {TRAINED: "true"} if sample.key in self.trained else {}
                 mask = {EDIT_MASK: sample[EDIT_MASK]} if EDIT_MASK in sample else {}
@@ -312,7 +321,34 @@ def make_validation_images(
         return None
     samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
     trained = trained_of(batches, [sample.key for sample in samples])
-    return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family, trained)
+    usual = (-2.0, -1.0, 0.0, 1.0, 2.0) if config.train.slider.direction else (1.0,)
+    strengths = tuple(settings.lora_weight or usual)
+    if len(strengths) > 1 and len(settings.true_cfg_scale) > 1:
+        raise ConfigError(
+            "validation images vary over scales or over strengths",
+            found=f"validation.true_cfg_scale={settings.true_cfg_scale} and lora_weight {list(strengths)}",
+            do="give one value of one of them",
+        )
+    if strengths != (1.0,):
+        check_strengths(config.train)
+    return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family, trained, strengths)
+
+
+def check_strengths(train: TrainConfig) -> None:
+    """ConfigError for validation images at strengths of what has none."""
+    kind = train.lora.type
+    reasons = {
+        "train.method=full": train.method == "full",
+        "train.lora.type=oft": kind == "oft",
+        "train.lora.use_dora": kind == "lora" and train.lora.use_dora,
+    }
+    for setting, given in reasons.items():
+        if given:
+            raise ConfigError(
+                f"validation.lora_weight and {setting} exclude each other: it can only be switched on and off",
+                found=setting,
+                do="leave validation.lora_weight out",
+            )
 
 
 def trained_of(batches: Batches, keys: Sequence[str]) -> frozenset[str]:

@@ -30,7 +30,16 @@ from qwen_cache.settings.load import CONFIG_NAME, read_yaml
 from qwen_cache.storage.files import WINDOWS, is_link, open_file, write_durably
 from qwen_cache.text import parse_json, without_controls
 from qwen_train.lora.files import WEIGHTS_NAME
-from qwen_train.run import LOCK, METRICS_NAME, RUN_FACTS_NAME, SCALES, STEP, TIMES, VALIDATION, VALIDATION_IMAGES
+from qwen_train.run import (
+    LOCK,
+    METRICS_NAME,
+    RUN_FACTS_NAME,
+    STEP,
+    TIMES,
+    VALIDATION,
+    VALIDATION_IMAGES,
+    image_titles,
+)
 from qwen_train.training.report import LARGEST, UNREADABLE, smoothed, smoothing
 from qwen_train.ui.search import loras_of, steps_of_checkpoints
 from qwen_train.ui.workspace import Workspace
@@ -212,7 +221,7 @@ def _curve(steps: Steps, values: Values, points: int, between: tuple[int, int]) 
 # The validation images of a run, by the fixed layout of its folder, and small copies of them.
 #
 #     validation/
-#       step-500/KEY.safetensors, KEY.png   generated after step 500; of several guidance scales also KEY-2.png, …
+#       step-500/KEY.safetensors, KEY.png   generated after step 500; of several scales or strengths also KEY-2.png, …
 #       target/, controls/                  what belongs to them; controls also as KEY-2.png, …
 #
 # Only files with these names are listed and answered, never through a link. Of the latents only the header is read, for
@@ -256,15 +265,14 @@ def listed(run: Path) -> dict[str, Any]:
 
 def _sample(run: Path, folder: str, key: str) -> dict[str, Any]:
     words = metadata(run / VALIDATION / folder / f"{key}.safetensors")
-    scales: Any = None
-    with suppress(ValueError, RecursionError):
-        scales = json.loads(words.get(SCALES, "null"))
-    is_list = isinstance(scales, list) and all(type(each) in (int, float) for each in scales)
+    titles = [""]
+    with suppress(ValueError):
+        titles = image_titles(words)
     return {
         "key": key,
         "name": words.get("name", key),
         "prompt": words.get("prompt", ""),
-        "scales": scales if is_list else [],
+        "titles": titles,
         "controls": [],
         "target": [],
         "steps": [],

@@ -109,7 +109,7 @@ function imagesOf({ of }) {
   for (const { folder, sample, beginsWithLora } of of) for (const { step, images } of sample.steps) {
     images.forEach((image, i) => made.push({ folder, image, step, row: i, label: [
       several && folder, step ? `step ${step.toLocaleString("en")}` : `before training${beginsWithLora ? "" : ", without the LoRA"}`,
-      images.length > 1 && `true_cfg_scale ${sample.scales[i] ?? i + 1}`,
+      images.length > 1 && (sample.titles[i] || `image ${i + 1}`),
     ].filter(Boolean).join(", ") }));
   }
   const given = (name) => of.find(({ sample }) => sample[name].length);

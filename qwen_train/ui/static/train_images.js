@@ -83,11 +83,11 @@ export class Images {
       .map(({ step, images }) => ({ image: images[i], caption: words(step) }))].map((each) => ({ ...each, folder, sample })));
     return element("section", { class: "sample" }, element("h4", {}, sample.prompt || sample.name), element("p", { class: "muted" }, sample.name),
       ...rows.map((row, i) => element("div", { class: "strip", "data-scroll": `${folder} ${name} ${i}` },
-        ...row.map((each, j) => this.figure(used, each, row, j, sample.scales[i])))));
+        ...row.map((each, j) => this.figure(used, each, row, j, sample.titles[i])))));
   }
 
-  figure(used, { image, caption, isGiven, folder, sample }, row, j, scale) {
-    const guidance = scale === undefined || isGiven ? "" : `, true_cfg_scale ${scale}`, key = `${folder} ${image.path} ${image.version}`;
+  figure(used, { image, caption, isGiven, folder, sample }, row, j, title) {
+    const guidance = !title || isGiven ? "" : `, ${title}`, key = `${folder} ${image.path} ${image.version}`;
     used.add(key);
     if (!this.nodes.has(key)) this.nodes.set(key, element("figure", { class: isGiven ? "given" : null }, this.button(folder, image, `${sample.prompt || sample.name}, ${caption}${guidance}`),
       element("figcaption", {}, caption + guidance)));
@@ -122,7 +122,7 @@ export class Images {
         ...sample.steps.filter(({ images }) => images[i])
           .map(({ step, images }) => ({ step, image: images[i], caption: `${folder}, ${words(step)}` })),
       ].map((each) => ({ ...each, folder, sample }));
-      const scale = sample.scales[i] === undefined ? "" : `, true_cfg_scale ${sample.scales[i]}`;
+      const scale = sample.titles[i] ? `, ${sample.titles[i]}` : "";
       return element("tr", {}, element("th", { scope: "row" }, folder + scale), ...columns.map((column) => {
         const j = row.findIndex((each) => each.step === column);
         return j < 0 ? element("td", { class: "muted" }, "–") : this.cell(used, row, j, column === TARGET ? "" : scale);
