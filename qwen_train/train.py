@@ -117,7 +117,8 @@ class Steps:
 
     def __init__(self, p: Prepared) -> None:
         self.p = p
-        self.guard = NonFiniteGuard(p.config.train.on_nan == "skip")
+        skip = p.config.train.on_nan == "skip"
+        self.losses, self.gradients = NonFiniteGuard(skip), NonFiniteGuard(skip)
         self.throughput = Throughput(p.batches.plan.in_epoch)
         self.stream: Generator[Batch] | None = None
 
@@ -163,7 +164,7 @@ class Steps:
                 total = stats.reduced(self.p.accelerator)
                 norm = self._gradient_norm(total)
                 gradient = f"the gradient of step {run.step + 1}"
-                if total.loss_scale and not self.guard.skips(self.p.accelerator, gradient, norm, stats.labels):
+                if total.loss_scale and not self.gradients.skips(self.p.accelerator, gradient, norm, stats.labels):
                     learning_rate = self._update()
                     break
                 run.optimizer.zero_grad()  # drop the whole step; the next batches repeat it
@@ -180,7 +181,7 @@ class Steps:
             "data_wait": total.waited / took,
         }
         values |= {"cache_samples": len(self.p.batches.cache)} if self.p.follower else {}
-        return values | ({"skipped_batches": total.skipped_batches} if self.guard.skip else {})
+        return values | ({"skipped_batches": total.skipped_batches} if self.losses.skip else {})
 
     def _next_batch(self) -> Batch:
         """The next batch; a stream ends with an epoch if the next one may be of another commit, else never."""
@@ -200,7 +201,7 @@ class Steps:
         with at_strength(run.transformer, TRAINED, batch.strength):  # blocks are recomputed in the backward pass
             loss = compute_loss(p.transformer, with_reference(run.transformer, directed, settings), settings)
             value, run.consumed_samples = float(loss.detach()), batch.consumed_samples
-            if self.guard.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
+            if self.losses.skips(p.accelerator, f"the loss of step {run.step + 1}", value, batch.labels):
                 loss, stats.skipped_batches = zero_loss(p.transformer, batch), stats.skipped_batches + 1
             else:
                 stats.add(batch, value)

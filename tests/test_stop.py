@@ -182,6 +182,14 @@ def test_many_in_a_row_stop_the_run(train: Trainer, monkeypatch: pytest.MonkeyPa
     assert [step for step, _ in checkpoint.checkpoints(train.folder / "out")] == [1, 2]
 
 
+def test_many_gradients_in_a_row_stop_the_run_though_their_losses_are_numbers(
+    train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_loss(monkeypatch, lambda number: 0 < number < 2 * MAX_CONSECUTIVE, nan_gradient)
+    result = train.try_(**FAST, train__on_nan="skip")
+    refused(result, f"the gradient of step 2 is not a number, for the {MAX_CONSECUTIVE}th time in a row", "--resume")
+
+
 def test_skips_in_a_row_are_counted_from_the_last_step_that_was_taken() -> None:
     guard, alone = NonFiniteGuard(skip=True), SimpleNamespace(num_processes=1)
     for value in (math.nan, math.inf, -math.inf):

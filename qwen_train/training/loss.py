@@ -197,7 +197,8 @@ MAX_CONSECUTIVE = 10
 
 @dataclass
 class NonFiniteGuard:
-    """Applies `train.on_nan` to losses and gradient norms."""
+    """Applies `train.on_nan` to losses, or to gradient norms: a loss that is finite does not end a row of gradients
+    that are not."""
 
     skip: bool
     consecutive: int = 0
