@@ -439,4 +439,4 @@ def test_a_plan_says_of_what_only_the_mask_is_made(
 def test_v1_refuses_attention(cache: Callable[..., Cache], tmp_path: Path) -> None:
     cache("--set", "cache.store_attention=true")
     result = run("qwen-cache", "migrate", "v2", "v1", tmp_path / "shards", "--out", tmp_path / "old")
-    assert "format v1 has no edit masks, attention, seeds, rejected images or images to generate" in result.stderr
+    assert "format v1 has no edit masks, attention, seeds, rejected images, directions of sliders" in result.stderr
