@@ -139,6 +139,12 @@ def test_images_of_trained_samples_and_runs_without_scores_propose_nothing(tmp_p
     refused(run("qwen-train", "best", tmp_path), f"{tmp_path}: no run here", "metrics.jsonl")
 
 
+def test_one_step_that_was_measured_is_no_choice(tmp_path: Path) -> None:
+    best = best_of(write_losses(tmp_path, {100: 0.5}))
+    only = "Of held-out samples only step 100 was measured yet: a choice takes two steps."
+    assert (best.step, best.reasons) == (None, (only,))
+
+
 def test_pairs_decide_where_preferences_are_learnt(tmp_path: Path) -> None:
     write_losses(tmp_path, {step: step / 100 for step in IMPROVES})
     best = best_of(write_losses(tmp_path, IMPROVES, name="preference_losses"))

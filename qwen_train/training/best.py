@@ -139,6 +139,8 @@ def best_of(folder: Path) -> Best:
         names = tuple(verdict.score.name for verdict in verdicts)
         return Best(folder, scores, step, within, names, tuple(said), frozenset(kept))
 
+    if not judges and (measured := sorted({s for each in scores.scores if each.name in JUDGES for s in each.steps})):
+        return made(None, f"Of held-out samples only step {measured[0]:,} was measured yet: a choice takes two steps.")
     if not judges:
         trained = ["All images with targets are of trained samples, which cannot show that a LoRA overfits."]
         return made(None, *(trained if scores.trained else []), f"Nothing says how good a step is: {SET}.")
