@@ -44,6 +44,8 @@ STRENGTH = 2.5
 PROMPTS = {"train__slider__direction": "prompts", "train__slider__guidance_strength": STRENGTH}
 IMAGES = {"train__slider__direction": "images"}
 GENERATED = {**PROMPTS, "train__slider__num_inference_steps": 5}
+SEVERAL_SCALES = {"validation__num_images": 1, "validation__true_cfg_scale": [1, 4]}
+AT_0 = {"validation__num_images": 1, "validation__lora_weight": 0}
 EXACT = 1e-5
 """Tolerance in float32: two orders of the same sums."""
 
@@ -305,6 +307,9 @@ def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
         (targets, IMAGES, "6 of 6 samples without rejected image"),
         (generated, {}, "samples without target cannot be trained: they are images to generate"),
         (generated, {**GENERATED, "train__validation_split": 0.5}, "train.validation_split holds out targets"),
+        (targets, {**PROMPTS, **SEVERAL_SCALES}, "validation images vary over scales or over strengths"),
+        (targets, AT_0 | {"train__method": "full"}, "validation.lora_weight and train.method=full exclude each other"),
+        (targets, AT_0 | {"train__lora__type": "oft"}, "validation.lora_weight and train.lora.type=oft exclude"),
     ):
         for command in ("run", "plan"):
             result = run("qwen-train", command, *train.arguments(**changes)[1:])

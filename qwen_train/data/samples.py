@@ -745,15 +745,15 @@ def no_empty_prompt(what: str, where: object, found: str, setting: str) -> Train
 # The cache whose samples are generated during training: opened and checked by its index alone, without torch.
 #
 # Refused: a cache of another pipeline, VAE or text encoder than the cache in training, one of other prompts than the
-# settings have, prompts that are in no cache, guidance where its samples lack the empty prompt, and a device for
-# decoding where no images are generated.
+# settings have, prompts that are in no cache, guidance where its samples lack the empty prompt, strengths of what has
+# none, and a device for decoding where no images are generated.
 
 
 def open_validation_cache(config: Config, to_encode: ToEncode | None = None) -> Mixture | None:
     """The cache of `validation.cache`, or the one inside `cache.path` if that is what the run trains on; None without.
 
     Raises ConfigError if its prompts are not those of the settings or were never encoded, and for
-    `validation.vae_device` if no images are generated; and the errors of `open_cache`.
+    `validation.vae_device` if no images are generated; and the errors of `open_cache` and of `validation_strengths`.
     """
     settings, path = config.validation, config.validation_cache
     at = f" --at {to_encode.at}" if to_encode and to_encode.at else ""
@@ -762,6 +762,7 @@ def open_validation_cache(config: Config, to_encode: ToEncode | None = None) -> 
     if path != NO_CACHE and (is_given or (may_be_inside and (location(path) / MANIFEST_NAME).is_file())):
         cache = Mixture.of(open_configured(config.cache, path))
         _check_prompts(settings, path, build)
+        validation_strengths(config)
         return cache
     if not is_given and (settings.prompts or settings.source):
         set_cache = "" if may_be_inside else f", and set validation.cache={path}"
@@ -777,7 +778,36 @@ def open_validation_cache(config: Config, to_encode: ToEncode | None = None) -> 
             found=f"validation.vae_device={settings.vae_device}",
             do=f"{GENERATE}; or remove validation.vae_device",
         )
+    if settings.num_images:
+        validation_strengths(config)
     return None
+
+
+def validation_strengths(config: Config) -> tuple[float, ...]:
+    """The strengths of the LoRA in validation images; ConfigError beside several scales, or of what has none."""
+    settings, train = config.validation, config.train
+    usual = (-2.0, -1.0, 0.0, 1.0, 2.0) if train.slider.direction else (1.0,)
+    strengths = tuple(settings.lora_weight or usual)
+    if len(strengths) > 1 and len(settings.true_cfg_scale) > 1:
+        raise ConfigError(
+            "validation images vary over scales or over strengths",
+            found=f"validation.true_cfg_scale={settings.true_cfg_scale} and lora_weight {list(strengths)}",
+            do="give one value of one of them, such as validation.lora_weight=1",
+        )
+    kind = train.lora.type
+    reasons = {
+        "train.method=full": train.method == "full",
+        "train.lora.type=oft": kind == "oft",
+        "train.lora.use_dora": kind == "lora" and train.lora.use_dora,
+    }
+    for setting, given in reasons.items():
+        if given and strengths != (1.0,):
+            raise ConfigError(
+                f"validation.lora_weight and {setting} exclude each other: it can only be switched on and off",
+                found=setting,
+                do="leave validation.lora_weight out",
+            )
+    return strengths
 
 
 def _check_prompts(settings: ValidationConfig, path: str, build: str) -> None:

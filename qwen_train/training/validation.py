@@ -28,12 +28,12 @@ from qwen_cache.format.sample import LATENT_CHANNELS, ImgShapes, token_count
 from qwen_cache.models.family import Family
 from qwen_cache.models.loading import from_config
 from qwen_cache.settings.load import Config
-from qwen_cache.settings.sections import TrainConfig, ValidationConfig
+from qwen_cache.settings.sections import ValidationConfig
 from qwen_cache.storage.files import make_folder, unless_in_use, write_durably
 from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
-from qwen_train.data.samples import Mixture, no_empty_prompt
+from qwen_train.data.samples import Mixture, no_empty_prompt, validation_strengths
 from qwen_train.inference.cached import generate_cached, initial_latents
 from qwen_train.lora.adapter import TRAINED as ADAPTER
 from qwen_train.lora.adapter import at_strength
@@ -321,34 +321,8 @@ def make_validation_images(
         return None
     samples = tuple({sample.key: sample for sample in samples}.values())  # that cache may have held-out ones, too
     trained = trained_of(batches, [sample.key for sample in samples])
-    usual = (-2.0, -1.0, 0.0, 1.0, 2.0) if config.train.slider.direction else (1.0,)
-    strengths = tuple(settings.lora_weight or usual)
-    if len(strengths) > 1 and len(settings.true_cfg_scale) > 1:
-        raise ConfigError(
-            "validation images vary over scales or over strengths",
-            found=f"validation.true_cfg_scale={settings.true_cfg_scale} and lora_weight {list(strengths)}",
-            do="give one value of one of them",
-        )
-    if strengths != (1.0,):
-        check_strengths(config.train)
+    strengths = validation_strengths(config)
     return ValidationImages(samples, settings, config.train.max_steps, scheduler, batches.family, trained, strengths)
-
-
-def check_strengths(train: TrainConfig) -> None:
-    """ConfigError for validation images at strengths of what has none."""
-    kind = train.lora.type
-    reasons = {
-        "train.method=full": train.method == "full",
-        "train.lora.type=oft": kind == "oft",
-        "train.lora.use_dora": kind == "lora" and train.lora.use_dora,
-    }
-    for setting, given in reasons.items():
-        if given:
-            raise ConfigError(
-                f"validation.lora_weight and {setting} exclude each other: it can only be switched on and off",
-                found=setting,
-                do="leave validation.lora_weight out",
-            )
 
 
 def trained_of(batches: Batches, keys: Sequence[str]) -> frozenset[str]:
