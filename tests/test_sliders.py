@@ -307,6 +307,7 @@ def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
         (targets, IMAGES, "6 of 6 samples without rejected image"),
         (generated, {}, "samples without target cannot be trained: they are images to generate"),
         (generated, {**GENERATED, "train__validation_split": 0.5}, "train.validation_split holds out targets"),
+        (generated, {**GENERATED, "train__min_timestep": 900}, "train.min_timestep bounds sampled noise levels, and"),
         (targets, {**PROMPTS, **SEVERAL_SCALES}, "validation images vary over scales or over strengths"),
         (targets, AT_0 | {"train__method": "full"}, "validation.lora_weight and train.method=full exclude each other"),
         (targets, AT_0 | {"train__lora__type": "oft"}, "validation.lora_weight and train.lora.type=oft exclude"),
@@ -325,6 +326,10 @@ def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=f"train.(slider|dpo) and {setting} exclude each other"):
             check_compared(targets.config(**PROMPTS, **{change: value}).train)
-    with pytest.raises(ConfigError, match=r"train.slider and train.edit_mask_weight=3 exclude each other"):
-        check_compared(pairs.config(**IMAGES, train__edit_mask_weight=3.0).train)
+    for change, value in (("edit_mask_weight", 3.0), ("loss_reduction", "per_token")):
+        with pytest.raises(ConfigError, match=f"train.slider and train.{change}=(3|per_token) exclude each other"):
+            check_compared(pairs.config(**IMAGES, **{f"train__{change}": value}).train)
+    for given, name in ((IMAGES, "guidance_strength"), ({}, "num_inference_steps")):
+        with pytest.raises(ConfigError, match=f"train.slider.{name} is for sliders from prompts"):
+            targets.config(**given, **{f"train__slider__{name}": 7})
     assert unused_rejected(Mixture.of(open_cache(pairs.cache)), pairs.config(**IMAGES).train) is None

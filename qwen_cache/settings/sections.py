@@ -449,6 +449,19 @@ class SliderConfig(Section):
     num_inference_steps: Annotated[int, Field(ge=2)] = 20
     """For samples without target: the steps in which the model generates the images that the slider is trained on."""
 
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        """ConfigError for a setting without effect."""
+        names = [] if self.direction == "prompts" else ["guidance_strength", "num_inference_steps"]
+        for name in names:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"train.slider.{name} is for sliders from prompts",
+                    found=f"train.slider.{name}={value} with train.slider.direction={self.direction or 'null'}",
+                    do=f"set train.slider.direction=prompts, or leave train.slider.{name} out",
+                )
+        return self
+
 
 class TrainConfig(BatchConfig):
     output_dir: LocalFolder = "out"

@@ -534,8 +534,8 @@ def check_compared(config: TrainConfig) -> None:
         f"train.noise_draws={config.noise_draws}": (config.noise_draws > 1, "a sample has one noise level"),
         f"train.loss_type={config.loss_type}": (dpo and config.loss_type != "mse", "it compares squared errors"),
         f"train.loss_reduction={config.loss_reduction}": (
-            dpo and config.loss_reduction != "per_sample",
-            "a pair is one preference, whatever the sizes of its images",
+            config.loss_reduction != "per_sample" and not by_prompts,
+            "a pair counts once, whatever the sizes of its images",
         ),
         f"train.edit_mask_weight={config.edit_mask_weight:g}": (
             config.edit_mask_weight != 1 and not by_prompts,
@@ -604,6 +604,14 @@ def check_targets(cache: Samples, config: TrainConfig) -> bool:
             found=f"train.validation_split={config.validation_split}",
             do="set train.validation_split=0; prompts for validation are validation.prompts",
         )
+    for setting in ("min_timestep", "max_timestep"):
+        if (bound := getattr(config, setting)) != TrainConfig.model_fields[setting].default:
+            raise ConfigError(
+                f"train.{setting} bounds sampled noise levels, and samples without target have those of a generation",
+                where=cache.folder,
+                found=f"train.{setting}={bound:g} and {found}",
+                do=f"leave train.{setting} out, or build the cache from rows with targets",
+            )
     return False
 
 
