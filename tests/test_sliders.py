@@ -300,6 +300,19 @@ def test_plan_counts_the_larger_image_of_a_pair_and_the_image_to_generate(slidin
     assert (usual.passes_without_gradients, slider.passes_without_gradients) == (0, 3)
 
 
+def test_several_caches_have_targets_or_have_none(sliding: Sliding, tmp_path: Path) -> None:
+    for kinds, code, message in (
+        (("generated", "generated"), 0, "largest batch"),
+        (("targets", "generated"), 2, "a slider is trained on targets or on generated images"),
+    ):
+        caches = [{"path": str(sliding("edit-plus", kind, tmp_path).cache)} for kind in kinds]
+        train = sliding("edit-plus", "generated", tmp_path)
+        _, _, *options = train.arguments(train__caches=caches, **GENERATED)
+        result = run("qwen-train", "plan", *options)
+        assert result.code == code, result.stderr
+        assert message in result.stdout + result.stderr
+
+
 def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
     targets, generated, pairs = (sliding("edit-plus", kind, tmp_path) for kind in ("targets", "generated", "pairs"))
     for train, changes, message in (

@@ -309,7 +309,7 @@ def _compared_properties(cache: Cache, names: Sequence[str]) -> dict[str, Any]:
     recipe, stored = cache.recipe.recipe, cache.row(0).meta.tensors
     properties = {name: recipe[name] for name in names if name in recipe}
     properties["text_quantization"] = recipe.get("text_quantization", "none")
-    for name in ("image_latents", "prompt_embeds"):
+    for name in (each for each in ("image_latents", "prompt_embeds") if each in stored):
         properties |= {f"the dtype of {name}": stored[name].dtype, f"the width of {name}": stored[name].shape[1]}
     return properties
 
