@@ -394,6 +394,25 @@ def test_the_memory_of_a_24_gb_gpu_is_what_plan_computes() -> None:
     check([], whole, edit)
 
 
+def test_the_figure_of_memory_is_what_plan_computes() -> None:
+    tool: Any = load_tool("make_figures")
+    figure = (DOCS / "memory.svg").read_text(encoding="utf-8")
+    rows = re.split(r"<text[^>]*>(\S+)</text>(?=\n<text[^>]*font-weight)", figure)[1:]
+    shown = dict(zip(rows[::2], rows[1::2], strict=True))
+    assert list(shown) == [settings or "defaults" for settings in tool.SETTINGS]
+    one_gb = (tool.WIDTH - 2 * tool.EDGE) / tool.MOST
+    for settings, row in shown.items():
+        config = load_config(None, ["train.layout=packed", *([] if settings == "defaults" else [settings])])
+        name = "Qwen-Image-Edit-2509"
+        memory = predict_memory(tool.TRANSFORMERS[name], config, [tool.edit(name)], "accelerator")
+        trained = memory.trained + memory.gradients + memory.optimizer
+        computed = [size / 1e9 for size in (memory.weights, trained, memory.activations, memory.reserved)]
+        bars = [float(width) / one_gb for width in re.findall(r'<rect .* width="([\d.]+)" height="24.0"', row)]
+        assert bars == pytest.approx(computed, abs=0.02), settings
+        [total] = re.findall(r">([\d.]+) GB<", row)[:1]
+        assert float(total) == pytest.approx(memory.total / 1e9, abs=0.051), settings
+
+
 @pytest.mark.slow
 def test_the_memory_of_qwen_image_21_is_what_plan_computes() -> None:
     bench: Any = load_tool("bench_memory")
@@ -418,6 +437,12 @@ def test_the_pages_are_few_and_short() -> None:
     words = [word for page in PAGES for word in (DOCS / page).read_text(encoding="utf-8").split()]
     assert sum(any(map(str.isalnum, word)) for word in words) <= 30_000
     assert sum(page.startswith("howto/") for page in PAGES) <= 20
+
+
+def test_the_index_links_every_page() -> None:
+    """The README calls it all pages; on GitHub there is no navigation."""
+    linked = re.findall(r"\]\(([\w./-]+\.md)", (DOCS / "index.md").read_text(encoding="utf-8"))
+    assert sorted({*PAGES} - {*linked}) == ["index.md"]
 
 
 def test_the_readme_is_short() -> None:

@@ -36,6 +36,8 @@ MACHINES = {
     **{f"{size} GB": Machine(card_of(None, size * GB), size * GB) for size in (8, 12, 16, 24, 48, 80, 141)},
     "2 × 24 GB": Machine(card_of(None, 24 * GB), 24 * GB, None, 2),
 }
+SOLD_AS = {"141 GB": "H200"}
+"""The card of a size, where it is computed by the rates of another one."""
 
 
 def edit(name: str, text: int | None = None, side: int = 64, controls: int = 1) -> SampleSize:
@@ -61,22 +63,26 @@ def settings_of_all() -> Config:
 def exact_cells(name: str, size: str) -> str:
     """The first cells of a row: what leaves the result the same."""
     machine = MACHINES[size]
-    cells = [f"{size}, {machine.card}"]
+    cells = [f"{size}, {SOLD_AS.get(size, machine.card)}"]
     if not (found := best(name, machine, exact=True)):
         return f"| {' | '.join([*cells, 'nothing fits', *'–––'])} |"
     first = found[0]
-    host = human_bytes(first.host_memory * machine.gpus) if first.host_memory else "–"
-    cells += [words(first, name), human_bytes(first.memory), host]
+    cells += [words(first, name), human_bytes(first.memory), on_host(first, machine)]
     return f"| {' | '.join([*cells, f'{first.seconds:.3g} s, {STEPS * first.seconds / 3600:.1f} h'])} |"
 
 
 def other_cells(name: str, size: str) -> str:
-    """The last cell: the fastest that changes the result."""
+    """The last cells: the fastest that changes the result."""
     settings = settings_of_all()
     for each in best(name, MACHINES[size], exact=False):
         if not each.is_exact(settings):
-            return f" {words(each, name)}: {each.seconds:.3g} s |"
-    return " nothing fits |"
+            return f" {words(each, name)} | {on_host(each, MACHINES[size])} | {each.seconds:.3g} s |"
+    return " nothing fits | – | – |"
+
+
+def on_host(choice: Candidate, machine: Machine) -> str:
+    """What all processes of a candidate keep in RAM."""
+    return human_bytes(choice.host_memory * machine.gpus) if choice.host_memory else "–"
 
 
 def words(choice: Candidate, name: str) -> str:
@@ -89,7 +95,7 @@ def words(choice: Candidate, name: str) -> str:
 
 
 STEPS = 2000
-HEADER = ("GPU", "same result", "GPU memory", "RAM", f"a step, {STEPS:,} steps", "other result: a step")
+HEADER = ("GPU", "same result", "GPU memory", "RAM", f"a step, {STEPS:,} steps", "other result", "RAM", "a step")
 
 
 def table(sizes: list[str]) -> Iterator[str]:
