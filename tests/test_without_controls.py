@@ -129,7 +129,7 @@ def test_there_and_back_through_the_first_version_is_the_same(
         assert all(torch.equal(tensor, stored[sample.key][name]) for name, tensor in sample.tensors().items())
     assert run("qwen-cache", "migrate", "v1", "v2", first).code == 0
     assert open_cache(first).identity == open_cache(mixed).identity
-    metas = {sample.key: sample.row.meta for sample in open_cache(mixed)}
+    metas = {sample.key: replace(sample.row.meta, measured=None) for sample in open_cache(mixed)}  # v1 has no place
     assert {sample.key: sample.row.meta for sample in open_cache(first)} == metas
 
 
@@ -204,7 +204,7 @@ def test_text_to_image_and_edits_are_trained_together_on_either_model(
     assert result.code == 0, result.stderr
     words = " ".join(result.stderr.split())
     assert "12 samples, QwenImagePipeline and QwenImageEditPlusPipeline" in words
-    assert (note or "note: ") in words if note else "note: " not in words
+    assert note in words if note else "control image" not in words
 
 
 def test_what_is_not_what_a_model_was_made_for_is_said_in_one_line(

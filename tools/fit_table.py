@@ -81,7 +81,7 @@ def other_cells(name: str, size: str) -> str:
 
 
 def on_host(choice: Candidate, machine: Machine) -> str:
-    """What all processes of a candidate keep in RAM."""
+    """The RAM that all processes of a candidate keep."""
     return human_bytes(choice.host_memory * machine.gpus) if choice.host_memory else "–"
 
 

@@ -151,7 +151,7 @@ class ShownImage:
     data: bytes
     prompt: str
     parameters: Mapping[str, float]
-    """What differs between several images with this prompt: `true_cfg_scale` or `lora_weight`."""
+    """The value in which several images with this prompt differ: `true_cfg_scale` or `lora_weight`."""
 
 
 def repository_of(run: RunFacts, repo: str, *, with_images: bool = True, with_card: bool = True) -> Published:

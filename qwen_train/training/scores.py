@@ -186,9 +186,12 @@ def _image_scores(folder: Path, found: Scores) -> Iterator[tuple[int, str, str, 
         files = {}
         for path in sorted(place.glob("*.safetensors")):
             try:
-                files[path.stem] = read_latents(path, patch)
+                file = read_latents(path, patch)
             except UNREADABLE:
                 found.unread.append(path)
+            else:
+                if "lora_weight" not in file.words:  # images that are meant to differ from the target
+                    files[path.stem] = file
         return files
 
     steps = _steps(folder / VALIDATION)
@@ -198,6 +201,8 @@ def _image_scores(folder: Path, found: Scores) -> Iterator[tuple[int, str, str, 
     before = read(steps[0][1]) if steps[0][0] == 0 else {}
     found.trained = any(TRAINED in target.words for target in targets.values())
     references = [*targets.values(), *controls.values()] or list(read(steps[0][1]).values())
+    if not references:
+        return
     distance = Distance([image for file in references for image in file.images])
     likeness = _likeness(folder / VALIDATION / LIKENESS_NAME, found)
     for step, place in steps:
@@ -217,8 +222,6 @@ def _scores_of(
     file: Latents, distance: Distance, target: Latents | None, control: Latents | None, before: Latents | None
 ) -> Iterator[tuple[str, float]]:
     """The scores of the images of one sample, each the mean over its values of the guidance."""
-    if "lora_weight" in file.words:  # images that are meant to differ from the target
-        return
     mask = target.edit_mask if target else None
     if target and TRAINED not in target.words:
         if whole := distance.of_each(file.images, target.images[0]):

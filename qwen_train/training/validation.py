@@ -264,8 +264,11 @@ class ValidationImages:
 
         Each process generates its share. With several scales or strengths a file has one image for each.
         """
-        scales, several = self.config.true_cfg_scale, len(self.strengths) > 1
-        name, values = ("lora_weight", self.strengths) if several else ("true_cfg_scale", scales)
+        scales, told = self.config.true_cfg_scale, dict[str, str]()
+        if len(scales) > 1:
+            told = {"true_cfg_scale": json.dumps(scales)}
+        elif self.strengths != (1.0,):
+            told = {"lora_weight": json.dumps(self.strengths)}
         for sample, is_filler in rank_samples(self.samples, accelerator):
             images = []
             for strength in self.strengths:
@@ -274,8 +277,8 @@ class ValidationImages:
             if is_filler:
                 continue
             target, controls = sample.img_shapes[:1], sample.img_shapes[1:]
-            latents, words = torch.cat(images), {name: json.dumps(values)} if len(images) > 1 else {}
-            save_latents(folder / VALIDATION / f"step-{step}", sample, latents, target * len(images), words)
+            at = folder / VALIDATION / f"step-{step}"
+            save_latents(at, sample, torch.cat(images), target * len(images), told)
             if "image_latents" in sample:
                 words = {TRAINED: "true"} if sample.key in self.trained else {}
                 mask = {EDIT_MASK: sample[EDIT_MASK]} if EDIT_MASK in sample else {}
