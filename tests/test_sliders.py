@@ -6,6 +6,7 @@ LoRA, diffusers' `set_adapters` for the strength, and the stock scheduler for ge
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImage21Transformer2DModel, QwenImageTransformer2DModel
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -34,7 +36,7 @@ from qwen_train.training import loss as loss_module
 from .support.caches import build
 from .support.commands import run
 from .support.marks import slow
-from .support.preferences import write_directions, write_preferences
+from .support.preferences import write_brightness, write_directions, write_preferences
 from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, by_two, column, differences, outcome, relative_error
 from .support.teacher import gradients, prepared, stock_of, velocity_20b, with_fault
 from .support.training_21 import stock_velocity
@@ -275,6 +277,45 @@ def test_the_loss_falls_on_held_out_samples_at_both_strengths(sliding: Sliding, 
     assert torch.equal(images[1][2], images[0][2]), "at 0 it is the model without the LoRA"
     assert len({tuple(each.flatten().tolist()) for each in images[1]}) == 5
     assert f"slider   {'strength 1 learns' if kind == 'pairs' else '2.5 times the difference'}" in result.stderr
+
+
+@pytest.mark.slow
+def test_brightness_rises_with_the_strength(tmp_path: Path, tiny_model: Callable[[str], Path]) -> None:
+    """On a model that has learnt what bright and dark mean, of photographs and of what it generates from noise."""
+    model, size = tiny_model("t2i"), ("--height", "64", "--width", "64", "--set", "predict.dtype=float32")
+    settings = {**SMALL, "train.caption_dropout": 0.0, "train.gradient_checkpointing": False, "train.logit_mean": 2.0}
+    settings |= {"lr_scheduler.name": "cosine", "optimizer.weight_decay": 0.0, "optimizer.learning_rate": 4e-3}
+
+    def trained(kind: str, *options: str | Path, **changes: Any) -> Path:
+        cache = tmp_path / f"{kind} shards"
+        result = build(write_brightness(tmp_path / kind, kind), cache, model, "--set", "data.allow_no_control=true")
+        assert result.code == 0, result.stderr
+        return Trainer(cache, model, tmp_path)(*options, settings=settings, out=f"{kind} run", **changes)
+
+    base = trained("base", train__method="full", train__batch_size=12, train__max_steps=90)
+    of_base = "--model", model, "--transformer", base / "transformer" / "diffusion_pytorch_model.safetensors"
+    for kind, direction in (("targets", PROMPTS), ("generated", GENERATED), ("pairs", IMAGES)):
+        guidance = {} if kind == "pairs" else {"train__slider__guidance_strength": 1.0}
+        steps = {"train__batch_size": 4, "train__max_steps": 30}
+        lora = trained(kind, *of_base[2:], **(direction | guidance | steps))
+        grid = "--grid", "lora_weight=-2,-1,0,1,2", "--set", "predict.num_inference_steps=4"
+        result = run(
+            "qwen-train",
+            "predict",
+            *of_base,
+            "--lora",
+            lora,
+            "--prompt",
+            "photo",
+            *size,
+            *grid,
+            "--out",
+            lora / "a.png",
+        )
+        assert result.code == 0, result.stderr
+        files = (lora / f"a-lora_weight={strength}.png" for strength in (-2, -1, 0, 1, 2))
+        means = [float(np.asarray(Image.open(file).convert("L")).mean()) / 255 for file in files]
+        assert all(darker + 0.02 < brighter for darker, brighter in itertools.pairwise(means)), (kind, means)
 
 
 # ---- what is counted, said and refused -------------------------------------------------------------------------------

@@ -44,3 +44,27 @@ def write_directions(folder: Path, count: int, *, target: bool) -> Path:
         rows.append({**prompts, **images, **({"control": f"{i}.png"} if i % 3 else {})})
     (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return folder
+
+
+BRIGHTNESS = {"photo": 1.0, "bright": 1.5, "dark": 0.4}
+"""A prompt, and the brightness of its photographs."""
+
+
+def write_brightness(folder: Path, kind: str) -> Path:
+    """Photographs of 64×64: of each brightness with its prompt ("base"), or what a slider of brightness learns from:
+    "targets" or images to be "generated", with the two prompts of its direction, or "pairs"."""
+    folder.mkdir(parents=True)
+    direction = {"prompt": "photo", "positive_prompt": "bright", "negative_prompt": "dark"}
+    rows = list[dict[str, object]]()
+    for i, name in enumerate(PHOTOGRAPHS):
+        files = {prompt: f"{i} {prompt}.png" for prompt in BRIGHTNESS}
+        for prompt, factor in BRIGHTNESS.items():
+            ImageEnhance.Brightness(image(name, (64, 64))).enhance(factor).save(folder / files[prompt])
+        rows += {
+            "base": [{"prompt": prompt, "target": file} for prompt, file in files.items()],
+            "targets": [{**direction, "target": files["photo"]}],
+            "generated": [{**direction, "width": 64, "height": 64, "seed": i}],
+            "pairs": [{"prompt": "photo", "target": files["bright"], "rejected": files["dark"]}],
+        }[kind]
+    (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return folder
