@@ -271,12 +271,19 @@ def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(tra
 
 
 def test_a_run_has_nothing_that_an_earlier_one_left_of_the_steps_that_it_trains(train: Trainer) -> None:
-    """Left by one that was killed before its first checkpoint, or after its last."""
+    """Left by one that was killed before its first checkpoint, or after its last. Files of others in a folder
+    `validation`, such as a source or a cache, stay: a run may write into the folder of a project."""
     settings = {**IMAGES, "validation.validation_steps": 1}
     whole, out = train(settings=settings, out="whole"), train.folder / "out"
+    others = {Path("validation", name) for name in ("street.png", "cache.json", "step-9/a.png", "target/cat.png")}
+    for path in others:
+        (out / path).parent.mkdir(parents=True, exist_ok=True)
+        (out / path).write_text("another's")
 
     def validated(folder: Path) -> set[Path]:
-        return {path.relative_to(folder) for path in (folder / "validation").rglob("*")}
+        found = {path.relative_to(folder) for path in (folder / "validation").rglob("*") if path.is_file()}
+        assert folder == whole or others <= found
+        return found - others
 
     def leave(step: int) -> None:
         for path in (whole / "validation" / "step-2").iterdir():

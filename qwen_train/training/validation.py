@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from qwen_train.lora.adapter import at_strength
 from qwen_train.run import (
     EDIT_MASK,
     LEVELS,
+    LIKENESS_NAME,
     LOSS,
     LOSSES,
     PAIR_LOSSES,
@@ -52,6 +54,11 @@ from qwen_train.run import (
 )
 
 T = TypeVar("T")
+WRITTEN = re.compile(
+    rf"({STEP.pattern}|target|controls)/[0-9a-f]{{32}}(-[0-9]+)?\.(safetensors|png)"
+    rf"|({SAMPLE_LOSSES}|{PAIR_LOSSES})/{STEP.pattern}\.json|{re.escape(LIKENESS_NAME)}"
+)
+"""The files that a run and its commands write into its folder for validation (`run`)."""
 
 # ---- validation ------------------------------------------------------------------------------------------------------
 # Validation on held-out samples: their loss.
@@ -160,10 +167,12 @@ def first_by_key(batches: Batches, positions: NDArray[np.int64], count: int) -> 
 def forget_validation(folder: Path, step: int) -> None:
     """Remove the losses and images of steps after `step`, which a resumed run repeats; before the first step all.
 
-    Else `best`, the report and the tracker would have those of a run that was killed among those of this one.
+    Else `best`, the report and the tracker would have those of a run that was killed among those of this one. Files
+    that no run writes stay: a folder of this name may hold a source, or a cache.
     """
-    for path in [*(folder / VALIDATION).rglob("*")]:
-        if path.suffix not in (".json", ".png", ".safetensors"):
+    own = folder / VALIDATION
+    for path in [*own.glob("*"), *own.glob("*/*")]:
+        if not WRITTEN.fullmatch(path.relative_to(own).as_posix()):
             continue
         match = STEP.fullmatch(path.stem) or STEP.fullmatch(path.parent.name)
         if step == 0 or (match and int(match[1]) > step):
