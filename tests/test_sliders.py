@@ -194,6 +194,21 @@ def test_loss_and_gradient_are_those_of_the_stock_model_sample_by_sample(
 
 FAULTS = {
     "the sign": (loss_module, "with_direction", "positive - negative", "negative - positive"),
+    "the prompts": (loss_module, "with_direction", "*(replace(batch, **text", "*(replace(batch, **texts[0]"),
+    "other noise": (loss_module, "with_direction", "*(replace(batch, **", "*(replace(batch, noise=-batch.noise, **"),
+    "the direction at another level": (
+        loss_module,
+        "with_direction",
+        "*(replace(batch, **",
+        "*(replace(batch, sigma=batch.sigma / 2, **",
+    ),
+    "a generation from another noise": (loss_module, "denoised", "latents = batch.noise", "latents = -batch.noise"),
+    "a generation without the last step": (
+        loss_module,
+        "denoised",
+        "path[:, i + 1] - path[:, i]",
+        "path[:, i + 1] - path[:, 0]",
+    ),
     "the model has the LoRA": (loss_module, "with_direction", ", without(transformer, TRAINED)", ""),
     "its strength is 1": (training, "at_strength", "strength * scaling", "scaling"),
     "the strength of the guidance": (loss_module, "with_direction", "settings.slider.guidance_strength * ", ""),
