@@ -21,6 +21,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
@@ -30,6 +31,7 @@ from qwen_train.data.batches import Batch, NoisedSample
 from qwen_train.data.samples import Mixture, check_compared, unused_rejected
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
+from qwen_train.model.compilation import TORCH
 from qwen_train.run import image_titles
 from qwen_train.training import loss as loss_module
 
@@ -37,7 +39,18 @@ from .support.caches import build
 from .support.commands import run
 from .support.marks import slow
 from .support.preferences import write_brightness, write_directions, write_preferences
-from .support.runs import EVERYTHING_RANDOM, LORA, SMALL, Trainer, by_two, column, differences, outcome, relative_error
+from .support.runs import (
+    EVERYTHING_RANDOM,
+    LORA,
+    SMALL,
+    Trainer,
+    by_two,
+    column,
+    differences,
+    outcome,
+    relative_error,
+    train_compiled,
+)
 from .support.teacher import gradients, prepared, stock_of, velocity_20b, with_fault
 from .support.training_21 import stock_velocity
 
@@ -268,6 +281,24 @@ def test_two_processes_equal_one(sliding: Sliding, tmp_path: Path, fsdp: bool) -
     out = by_two(train, settings=settings, train__fsdp=fsdp)
     assert column(out, "loss") == pytest.approx(column(one, "loss"), rel=1e-4)
     assert relative_error(load_file(out / LORA), load_file(one / LORA)) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.torch_version.TorchVersion(torch.__version__) < TORCH, reason="an older torch")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compiled_blocks_have_graphs_for_each_strength_once(
+    sliding: Sliding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most two with gradients for each strength, of the last block and of the others, and those without the LoRA."""
+    train = sliding("edit-plus", "targets", tmp_path)
+    direction = {f.replace("__", "."): v for f, v in PROMPTS.items()}
+    settings = {**SMALL, **direction, "train.layout": "packed", "train.batch_size": 2, "train.max_steps": 8}
+    batches = train.batches(settings=settings)
+    assert {batches.batch(consumed).strength for consumed in range(0, 16, 2)} == {-1.0, 1.0}
+    plain = train(settings=settings, out="plain")
+    compiled = train_compiled(train, monkeypatch, settings)
+    assert counters["stats"]["unique_graphs"] <= 6
+    assert column(compiled, "loss") == pytest.approx(column(plain, "loss"), rel=1e-4)
 
 
 @pytest.mark.slow
