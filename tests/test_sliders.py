@@ -25,7 +25,6 @@ from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
-from qwen_cache.settings.sections import SliderConfig, TrainConfig
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
 from qwen_train.data.samples import Mixture, check_compared, unused_rejected
@@ -367,9 +366,12 @@ def test_brightness_rises_with_the_strength(tmp_path: Path, tiny_model: Callable
 # ---- what is counted, said and refused -------------------------------------------------------------------------------
 
 
-def test_plan_counts_the_larger_image_of_a_pair_and_the_image_to_generate(sliding: Sliding, tmp_path: Path) -> None:
-    def planned(kind: str, **changes: Any) -> dict[str, Any]:
-        result = run("qwen-train", "plan", *sliding("edit-plus", kind, tmp_path).arguments(**changes)[1:], "--json")
+def test_plan_counts_the_larger_image_of_a_pair_the_image_to_generate_and_the_passes(
+    sliding: Sliding, tmp_path: Path
+) -> None:
+    def planned(kind: str, *options: str, **changes: Any) -> dict[str, Any]:
+        arguments = sliding("edit-plus", kind, tmp_path).arguments(**changes)[1:]
+        result = run("qwen-train", "plan", *arguments, "--json", *options)
         assert result.code == 0, result.stderr
         return dict(json.loads(result.stdout))
 
@@ -383,8 +385,11 @@ def test_plan_counts_the_larger_image_of_a_pair_and_the_image_to_generate(slidin
 
     assert planned("pairs", **IMAGES)["largest_batch"]["tokens"] == most("pairs")
     assert planned("generated", **GENERATED)["largest_batch"]["tokens"] == most("generated")
-    usual, slider = (TrainConfig(slider=SliderConfig(**each)) for each in ({}, {"direction": "prompts"}))
-    assert (usual.passes_without_gradients, slider.passes_without_gradients) == (0, 3)
+    kinds = (("pairs", IMAGES), ("targets", PROMPTS), ("generated", GENERATED))
+    fits = (planned(kind, "--fit", "--gpu-memory", "24GB", **changes)["fit"] for kind, changes in kinds)
+    pairs, targets, generated = (fit["choices"][0]["seconds"] for fit in fits)
+    # Launches decide, as many in a forward pass as in a backward; 2 passes on average are those of a generation.
+    assert (targets / pairs, generated / pairs) == (pytest.approx(5 / 2, rel=0.1), pytest.approx(7 / 2, rel=0.1))
 
 
 def test_several_caches_have_targets_or_have_none(sliding: Sliding, tmp_path: Path) -> None:

@@ -126,6 +126,8 @@ class Work(NamedTuple):
     products: float
     pairs: float
     unit: float
+    passes: float
+    """The forward passes before the one that is trained, without gradients."""
 
     @classmethod
     def of(cls, transformer: Mapping[str, Any], settings: Config, batch: Sequence[SampleSize]) -> Work:
@@ -144,7 +146,10 @@ class Work(NamedTuple):
                 pairs += tokens_of([sample], settings.train, family) ** 2
         tokens = tokens_of(batch, settings.train, family)
         weights = 4 + 9 if family.joint_sequence else 4 + 8  # that a token meets, in widths squared: attention and MLP
-        return cls(2 * weights * width**2 * tokens, pairs * width, tokens * width * 2)
+        passes = float(settings.train.passes_without_gradients)
+        if any(sample.to_generate for sample in batch):
+            passes += (settings.train.slider.num_inference_steps - 1) / 2  # on average
+        return cls(2 * weights * width**2 * tokens, pairs * width, tokens * width * 2, passes)
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------
@@ -201,5 +206,4 @@ def step_seconds(
     if way.processes > 1:  # gathered for each pass
         arriving += layers * block * (way.processes - 1) / way.processes / (card.bus / 2)
     forward = max(forward, layers * launches, arriving, way.inputs / card.bus)  # the bus has two directions
-    passes = 1 + train.passes_without_gradients
-    return passes * forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)
+    return (1 + work.passes) * forward + max(backward, (layers + repeated) * launches, arriving + way.inputs / card.bus)

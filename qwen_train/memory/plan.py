@@ -306,7 +306,8 @@ def largest_batch(cache: Samples, settings: TrainConfig, batches: Batched) -> tu
     def sizes(positions: Sequence[int]) -> list[SampleSize]:
         found = []
         for row in (cache.row(batches.plan.sample(position)).meta for position in positions):
-            found.append(SampleSize(row.img_shapes, row.text_length, row.image_positions))
+            without_target = row.inputs.target is None
+            found.append(SampleSize(row.img_shapes, row.text_length, row.image_positions, without_target))
             if settings.trains_rejected and row.rejected_shape:
                 rejected = found[-1]._replace(img_shapes=(row.rejected_shape, *row.img_shapes[1:]))
                 if settings.dpo.beta is not None:

@@ -22,6 +22,8 @@ class SampleSize(NamedTuple):
     text_tokens: int
     image_positions: tuple[int, ...] = ()
     """For each control the text tokens before it; none for the 20B family."""
+    to_generate: bool = False
+    """True if it has no target, so that a slider generates its image first."""
 
 
 def tokens_of(batch: Sequence[SampleSize], settings: TrainConfig, family: Family) -> int:
