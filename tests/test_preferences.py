@@ -24,7 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
 from qwen_train import train as training
 from qwen_train.data.batches import NoisedSample
-from qwen_train.data.samples import Mixture, check_compared, unused_rejected
+from qwen_train.data.samples import Mixture, check_objective, unused_parts
 from qwen_train.training import loss as loss_module
 from qwen_train.training.best import best_of
 
@@ -304,9 +304,9 @@ def test_rejected_images_that_are_not_trained_are_said_and_what_cannot_work_is_r
     train, plain = preferring("edit-plus", tmp_path), preferring("edit-plus", tmp_path, rejected=False)
     samples = Mixture.of(open_cache(train.cache))
     note = "note: 6 of 6 samples have a rejected image, which is not trained: to learn from it, set train.dpo.beta"
-    assert unused_rejected(samples, train.config().train) == note
-    assert unused_rejected(samples, train.config(**DPO).train) is None
-    assert unused_rejected(Mixture.of(open_cache(plain.cache)), train.config().train) is None
+    assert [*unused_parts(samples, train.config().train)] == [note]
+    assert not [*unused_parts(samples, train.config(**DPO).train)]
+    assert not [*unused_parts(Mixture.of(open_cache(plain.cache)), train.config().train)]
     for command in ("run", "plan"):
         result = run("qwen-train", command, *plain.arguments(train__dpo__beta=BETA)[1:])
         assert result.code == 2
@@ -322,7 +322,7 @@ def test_rejected_images_that_are_not_trained_are_said_and_what_cannot_work_is_r
         ("train__edit_mask_weight", 3.0, "train.edit_mask_weight=3"),
     ):
         with pytest.raises(ConfigError, match=f"train.dpo and {setting} exclude each other"):
-            check_compared(train.config(train__dpo__beta=BETA, **{change: value}).train)
+            check_objective(train.config(train__dpo__beta=BETA, **{change: value}).train)
     result = train.try_(train__dpo__beta=BETA, train__follow=True)
     assert result.code == 2
     assert "train.dpo and train.follow=true exclude each other" in result.stderr

@@ -27,7 +27,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
-from qwen_train.data.samples import Mixture, check_compared, unused_rejected
+from qwen_train.data.samples import Mixture, check_objective, unused_parts
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
 from qwen_train.model.compilation import TORCH
@@ -430,11 +430,15 @@ def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
         ("train__lora__use_dora", True, "train.lora.use_dora"),
     ):
         with pytest.raises(ConfigError, match=f"train.(slider|dpo) and {setting} exclude each other"):
-            check_compared(targets.config(**PROMPTS, **{change: value}).train)
+            check_objective(targets.config(**PROMPTS, **{change: value}).train)
     for change, value in (("edit_mask_weight", 3.0), ("loss_reduction", "per_token")):
         with pytest.raises(ConfigError, match=f"train.slider and train.{change}=(3|per_token) exclude each other"):
-            check_compared(pairs.config(**IMAGES, **{f"train__{change}": value}).train)
+            check_objective(pairs.config(**IMAGES, **{f"train__{change}": value}).train)
     for given, name in ((IMAGES, "guidance_strength"), ({}, "num_inference_steps")):
         with pytest.raises(ConfigError, match=f"train.slider.{name} is for sliders from prompts"):
             targets.config(**given, **{f"train__slider__{name}": 7})
-    assert unused_rejected(Mixture.of(open_cache(pairs.cache)), pairs.config(**IMAGES).train) is None
+    assert not [*unused_parts(Mixture.of(open_cache(pairs.cache)), pairs.config(**IMAGES).train)]
+    directions = Mixture.of(open_cache(targets.cache))
+    (note,) = unused_parts(directions, targets.config().train)
+    assert note.startswith("note: 6 of 6 samples have the direction of a slider, which is not trained")
+    assert not [*unused_parts(directions, targets.config(**PROMPTS).train)]

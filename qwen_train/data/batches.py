@@ -187,8 +187,6 @@ class NoisedSample:
     """`train.caches[].loss_weight` of its cache."""
     is_rejected: bool = False
     """True if the rejected image is in the place of the target."""
-    directed: bool = False
-    """True if the batch has the two prompts of its slider."""
     path: tuple[float, ...] = ()
     """For a sample without target, the noise levels from 1 to that of its draw."""
 
@@ -269,7 +267,8 @@ class Batches:
             if not self.has_targets:
                 samples = [[self._on_the_way(row, stop) for row in rows] for rows in samples]
         rows = [row for each in samples for row in each]
-        batch = collate(rows, config.edit_mask_weight, config.loss_reduction, buffers, family=self.family)
+        weights, directed = (config.edit_mask_weight, config.loss_reduction), config.slider.direction == "prompts"
+        batch = collate(rows, *weights, buffers, family=self.family, directed=directed)
         consumed = rank_batch.consumed_samples
         return replace(batch, strength=strength, loss_scale=rank_batch.loss_scale, consumed_samples=consumed)
 
@@ -308,10 +307,7 @@ class Batches:
         draws = [self._draw(sample, sigma, generator)]
         while len(draws) < config.noise_draws:
             draws.append(self._draw(sample, self._sample_sigma(sample, generator), generator))
-        directed = config.slider.direction == "prompts"
-        noised = NoisedSample(
-            sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight, directed=directed
-        )
+        noised = NoisedSample(sample, tuple(draws), without_caption, cache.teacher, cache.loss_weight)
         return [noised, noised.rejected(state)] if config.trains_rejected else [noised]
 
     def _sample_sigma(self, sample: Sample, generator: torch.Generator) -> float:
@@ -401,8 +397,12 @@ def collate(
     buffers: Buffers | None = None,
     *,
     family: Family = QWEN_IMAGE,
+    directed: bool = False,
 ) -> Batch:
-    """Pad samples of any sizes into one batch, in `buffers` if given; the large tensors are written once per draw."""
+    """Pad samples of any sizes into one batch, in `buffers` if given; the large tensors are written once per draw.
+
+    If it is `directed`, the batch has the two prompts of the slider of each sample.
+    """
     buffers = buffers or Buffers()
     samples, count = [item.sample for item in noised], len(noised[0].draws)
     places = [TokenPlaces.of(item.img_shapes, count, target_last=family.target_last) for item in noised]
@@ -445,7 +445,7 @@ def collate(
         sample_weight=_sample_weights(noised, loss_tokens),
         prompt_embeds=text.prompt_embeds,
         prompt_embeds_mask=text.prompt_embeds_mask,
-        direction=_directions(samples, buffers) if noised[0].directed else None,
+        direction=_directions(samples, buffers) if directed else None,
         path=torch.tensor([item.path for item in noised]) if noised[0].path else None,
         token_sigma=token_sigma,
         image_positions=tuple(s.row.meta.image_positions for s in samples) if family.text_rows_only else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, combinations
@@ -429,8 +429,8 @@ class Planned:
     def of(cls, cache: Samples, config: TrainConfig, begin: Begin = BEGIN) -> Planned:
         """The plan from `begin` of a run on; ConfigError or TrainError where nothing can be trained."""
         check_teacher(config)
-        check_compared(config)
-        check_pairs(cache, config)
+        check_objective(config)
+        check_counterparts(cache, config)
         has_targets = check_targets(cache, config)
         check_text_lengths(cache)
         training, validation = training_and_validation(cache, config)
@@ -516,7 +516,7 @@ def check_teacher(config: TrainConfig) -> None:
         )
 
 
-def check_compared(config: TrainConfig) -> None:
+def check_objective(config: TrainConfig) -> None:
     """ConfigError for settings that `train.dpo` or `train.slider` cannot be combined with."""
     dpo, slider = config.dpo.beta is not None, config.slider.direction
     if not dpo and not slider:
@@ -556,7 +556,7 @@ def check_compared(config: TrainConfig) -> None:
             )
 
 
-def check_pairs(cache: Samples, config: TrainConfig) -> None:
+def check_counterparts(cache: Samples, config: TrainConfig) -> None:
     """ConfigError where `train.dpo` or `train.slider` lacks rejected images or prompts of a direction."""
     dpo, slider = config.dpo.beta is not None, config.slider.direction
     name = "train.dpo" if dpo else f"train.slider.direction={slider}"
@@ -721,14 +721,19 @@ def unusual_controls(model: ModelFolder, with_controls: int, samples: int) -> st
     return None
 
 
-def unused_rejected(samples: Samples, config: TrainConfig) -> str | None:
-    """A note on rejected images that are not trained, in one line; None where there are none, or they are."""
-    if config.trains_rejected or not samples.has_index:
-        return None
-    if not (with_rejected := int((samples.rejected_tokens() > 0).sum())):
-        return None
-    these = f"{with_rejected} of {plural(len(samples), 'sample')}"
-    return f"note: {these} have a rejected image, which is not trained: to learn from it, set train.dpo.beta"
+def unused_parts(samples: Samples, config: TrainConfig) -> Iterator[str]:
+    """Notes of a line each on rejected images and directions of sliders that are encoded and not trained."""
+    if not samples.has_index:
+        return
+    rejected = 0 if config.trains_rejected else int((samples.rejected_tokens() > 0).sum())
+    directions = 0 if config.slider.direction == "prompts" else len(samples) - samples.without_direction()
+    for count, what, setting in (
+        (rejected, "a rejected image", "train.dpo.beta"),
+        (directions, "the direction of a slider", "train.slider.direction=prompts"),
+    ):
+        if count:
+            these = f"{count} of {plural(len(samples), 'sample')}"
+            yield f"note: {these} have {what}, which is not trained: to learn from it, set {setting}"
 
 
 def check_empty_prompts(cache: Samples, caption_dropout: float) -> None:

@@ -30,7 +30,7 @@ from qwen_train.data.samples import (
     check_cache,
     check_validation_cache,
     open_samples,
-    unused_rejected,
+    unused_parts,
     unusual_controls,
 )
 from qwen_train.flow import NoiseSchedule
@@ -447,7 +447,7 @@ def announce(
     notices = (
         distilled_warning(start.model) if start.assistant is None else None,
         unusual_controls(start.model, with_controls, len(samples)),
-        unused_rejected(samples, p.config.train),
+        *unused_parts(samples, p.config.train),
         schedule_warning(p.config, p.run.optimizer),
     )
     for line in filter(None, notices):

@@ -26,9 +26,9 @@ from qwen_train.data.samples import (
     Planned,
     Samples,
     check_cache,
-    check_compared,
     check_empty_prompts,
     check_encoders,
+    check_objective,
     check_text_lengths,
     check_validation_cache,
     open_mixture,
@@ -284,7 +284,7 @@ def starting(
     out = Path(config.train.output_dir)
     check_encoding(config, to_encode, launch)
     check_followable(config, to_encode)
-    check_compared(config.train)
+    check_objective(config.train)
     samples, validation_cache, taken = None, None, tuple[TakenIn, ...]()
     if not config.train.follow:
         samples = open_samples(config) if to_encode is None else None

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -93,8 +93,8 @@ class Validation:
         losses = torch.zeros(len(self.samples), LEVELS, dtype=torch.float64)
         for i, is_filler in rank_samples(range(len(self.samples)), accelerator):
             for level, noised in enumerate(noised_samples(self.samples[i], rejected=rejected)):
-                noised = replace(noised, directed=self.directed)
-                loss = float(loss_of(collate([noised], self.edit_mask_weight, family=self.family)))
+                batch = collate([noised], self.edit_mask_weight, family=self.family, directed=self.directed)
+                loss = float(loss_of(batch))
                 losses[i, level] = 0.0 if is_filler else loss
         return accelerator.reduce(losses.to(accelerator.device)) if accelerator.num_processes > 1 else losses
 
