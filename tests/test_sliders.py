@@ -259,7 +259,8 @@ def test_levels_of_a_generation_are_the_stock_scheduler_s(steps: int, tiny_model
 @pytest.mark.parametrize("kind", ["targets", "generated", "pairs"])
 def test_a_run_is_resumed_exactly_and_with_these_settings_alone(sliding: Sliding, tmp_path: Path, kind: str) -> None:
     train = sliding("edit-plus", kind, tmp_path)
-    direction = {f.replace("__", "."): v for f, v in (IMAGES if kind == "pairs" else GENERATED).items()}
+    of_kind = {"targets": PROMPTS, "generated": GENERATED, "pairs": IMAGES}[kind]
+    direction = {f.replace("__", "."): v for f, v in of_kind.items()}
     settings = {**EVERYTHING_RANDOM, **direction, "train.max_steps": 4}
     whole = train(settings=settings, out="whole")
     assert train.try_(settings=settings, train__max_steps=1).code == 0
@@ -410,6 +411,7 @@ def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:
     for train, changes, message in (
         (pairs, PROMPTS, "6 of 6 samples without positive and negative prompt"),
         (targets, IMAGES, "6 of 6 samples without rejected image"),
+        (targets, GENERATED, "train.slider.num_inference_steps is for samples without target, and all have one"),
         (generated, {}, "samples without target cannot be trained: they are images to generate"),
         (generated, {**GENERATED, "train__validation_split": 0.5}, "train.validation_split holds out targets"),
         (generated, {**GENERATED, "train__min_timestep": 900}, "train.min_timestep bounds sampled noise levels, and"),

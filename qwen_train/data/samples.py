@@ -41,6 +41,7 @@ from qwen_cache.settings.load import CONFIG_NAME, MAX_BYTES, Config, parse_yaml
 from qwen_cache.settings.sections import (
     NO_CACHE,
     CacheConfig,
+    SliderConfig,
     TrainConfig,
     ValidationConfig,
     ValidationPrompt,
@@ -585,6 +586,13 @@ def check_targets(cache: Samples, config: TrainConfig) -> bool:
     """True if the samples have targets; ConfigError for samples without, unless they are all those of a slider."""
     without = cache.column("target").null_count if cache.has_index else 0
     if not without:
+        if config.slider.num_inference_steps != SliderConfig().num_inference_steps:
+            raise ConfigError(
+                "train.slider.num_inference_steps is for samples without target, and all have one",
+                where=cache.folder,
+                found=f"train.slider.num_inference_steps={config.slider.num_inference_steps}",
+                do="leave it out",
+            )
         return True
     found = f"{without} of {len(cache)} samples without target"
     if config.slider.direction != "prompts":
