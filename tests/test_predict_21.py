@@ -24,6 +24,7 @@ from qwen_cache import open_cache
 from qwen_cache.encode.text import token_counter
 from qwen_cache.models.family import Family
 from qwen_cache.models.folder import open_model
+from qwen_cache.models.quantization import QuantizedLinear
 from qwen_cache.settings.sections import PredictConfig
 from qwen_train.inference import generator
 from qwen_train.inference import generator as many
@@ -136,7 +137,7 @@ def test_with_a_quantised_transformer_the_image_is_nearly_the_same(
     assert 0 < np.abs(pixels(tmp_path / "out.png") - plain).mean() < 5
     model = open_model(str(tiny_model("qwen-image-21")), COMPONENTS)
     transformer = load_pipeline(model, PredictConfig(dtype="float32"), CPU, quantization="int8").transformer
-    quantised = {name for name, weight in transformer.named_parameters() if type(weight.data) is not torch.Tensor}
+    quantised = {name for name, layer in transformer.named_modules() if isinstance(layer, QuantizedLinear)}
     assert quantised
     assert all(name.startswith("transformer_blocks.") for name in quantised), quantised
 

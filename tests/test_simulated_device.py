@@ -38,6 +38,8 @@ EVENTS: dict[str, dict[str, int]] = {
     "two_devices": {},
     "pinned_memory_refilled": {},
     "pinned_memory_refilled_too_early": {"race": 2},
+    "pinned_memory_used_by_two_streams": {},
+    "pinned_memory_used_by_two_streams_too_early": {"race": 5},
     "pinned_memory_freed_at_once": {},
     "one_part_of_pinned_memory_refilled": {},
     "a_download_read_too_early": {},
@@ -100,7 +102,7 @@ def test_correct_programs_have_correct_results_and_late_copies_are_seen(outcomes
     assert returned["gradients_on_a_stream"] == returned["two_devices"] == 3 * 4096
     assert returned["pinned_memory_freed_at_once"] == 3 * 4096
     assert returned["one_part_of_pinned_memory_refilled"] == 0
-    assert returned["pinned_memory_refilled"] == [0, 4096, 8192]
+    assert returned["pinned_memory_refilled"] == returned["pinned_memory_used_by_two_streams"] == [0, 4096, 8192]
     assert returned["scalars_and_indices_of_the_cpu"] == [2, 4, 9, 1, 2, 3]
     assert returned["a_download_read_too_early"]  # NaN before, the values afterwards
     for name in ("a_prefetch_used_without_waiting",):

@@ -159,8 +159,13 @@ struct Copy {  // between pinned and device memory, not known to the host as don
   const char* source;
   size_t size, hash;
   std::string place;
-  std::string kept;         // the source of a copy down, and that of a copy up whose pinned memory was freed
+  std::string kept;  // the source of a copy down, and that of a copy up whose pinned memory was freed or used again
   bool delivered = false;
+
+  void keep() {
+    kept.assign(source, size);
+    source = kept.data();
+  }
 };
 
 struct Pinned { size_t current = 0, peak = 0; };
@@ -377,10 +382,7 @@ struct PinnedMemory final : c10::Allocator {
     Lock lock;
     const auto found = pinned.find(static_cast<char*>(memory));
     copies.remove_if([&](Copy& copy) {
-      if (copy.up && within(copy.source, found->first, found->second)) {
-        copy.kept.assign(copy.source, copy.size);
-        copy.source = copy.kept.data();
-      }
+      if (copy.up && within(copy.source, found->first, found->second)) copy.keep();
       return !copy.up && within(copy.target, found->first, found->second);
     });
     pinned_bytes.current -= found->second;
@@ -802,6 +804,23 @@ void fallback(const OperatorHandle& op, torch::jit::Stack* stack) { Fallback(op,
 
 std::string size_text(size_t size) { return std::to_string(size) + " bytes"; }
 
+// A copy on `stream` begins to use these bytes of pinned memory. What earlier copies do there comes before.
+void use_pinned(const char* begin, size_t size, int stream, bool writes) {
+  for (auto copy = copies.begin(); copy != copies.end();) {
+    const char* there = copy->up ? copy->source : copy->target;
+    const bool shares = begin < there + copy->size && there < begin + size && (writes || !copy->up);
+    if (shares && copy->time > clocks[stream][copy->stream])
+      report("race", "a copy uses pinned memory that another copy uses, without waiting for it");
+    if (shares && !copy->up) {
+      deliver(*copy);
+      copy = copies.erase(copy);
+    } else {
+      if (shares) copy->keep();
+      ++copy;
+    }
+  }
+}
+
 void copy_up(const Tensor& source, const Tensor& target, bool non_blocking) {
   const auto device = launch("a copy from the host", {{target, true}});
   const int stream = current_stream(device.index());
@@ -811,6 +830,7 @@ void copy_up(const Tensor& source, const Tensor& target, bool non_blocking) {
   if (non_blocking && is_pinned(from)) {
     const auto place = line();
     Lock lock;
+    use_pinned(from, size, stream, false);
     copies.push_back({true, stream, clocks[stream][stream], to, from, size, hash_of(from, size), place, ""});
     return;
   }
@@ -827,6 +847,7 @@ void copy_down(const Tensor& source, const Tensor& target, bool non_blocking) {
   const auto size = source.nbytes();
   if (non_blocking && is_pinned(to)) {
     Lock lock;
+    use_pinned(to, size, stream, true);
     copies.push_back({false, stream, clocks[stream][stream], to, nullptr, size, 0, "", std::string(from, size)});
     copies.back().source = copies.back().kept.data();
     memset(to, POISON, size);

@@ -214,6 +214,32 @@ def pinned_memory_refilled_too_early() -> list[float]:
     return refill(wait=False)
 
 
+def used_by_two_streams(wait: bool) -> list[float]:
+    """Each value comes down on one stream and goes up again on another, through the same memory."""
+    stream, memory, totals = simu.Stream(), pinned(), []
+    for i in range(3):
+        value = torch.full((SIZE,), float(i), device="simu")
+        memory.copy_(value, non_blocking=True)
+        if wait:
+            stream.wait_stream(simu.current_stream())
+        with simu.stream(stream):
+            totals.append(up(memory).sum())
+        if wait:
+            simu.current_stream().wait_stream(stream)
+    simu.synchronize()
+    return [float(total) for total in totals]
+
+
+@program
+def pinned_memory_used_by_two_streams() -> list[float]:
+    return used_by_two_streams(wait=True)
+
+
+@program
+def pinned_memory_used_by_two_streams_too_early() -> list[float]:
+    return used_by_two_streams(wait=False)
+
+
 @program
 def pinned_memory_freed_at_once() -> float:
     copy = up(pinned(3.0))
