@@ -191,6 +191,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
 
 LOCK = ".lock"
 METRICS_NAME = "metrics.jsonl"
+REPORT_NAME = "report.html"
 RUN_FACTS_NAME = "about.json"
 """The file with facts about the data and the run, for its report."""
 VALIDATION_IMAGES = "validation_images"

@@ -136,6 +136,10 @@ def test_images_of_trained_samples_and_runs_without_scores_propose_nothing(tmp_p
     assert plain.code == 0, plain.stderr
     said = "no step can be proposed\nNothing says how good a step is: set train.validation_split"
     assert plain.stdout.startswith(said)
+    assert "slider" not in plain.stdout
+    (tmp_path / "plain" / "qwen.yaml").write_text("train:\n  slider:\n    direction: prompts\n", encoding="utf-8")
+    said = "A slider without targets has no held-out samples: compare its images at each strength in report.html."
+    assert best_of(tmp_path / "plain").reasons[1] == said
     refused(run("qwen-train", "best", tmp_path), f"{tmp_path}: no run here", "metrics.jsonl")
 
 

@@ -53,8 +53,7 @@ def decode(
     require("torch")
     from qwen_cache.format.manifest import MANIFEST_NAME
     from qwen_cache.settings.load import load_config
-    from qwen_train.run import METRICS_NAME, in_one_process, latents_files, latents_folder
-    from qwen_train.training.report import REPORT_NAME
+    from qwen_train.run import METRICS_NAME, REPORT_NAME, in_one_process, latents_files, latents_folder
 
     in_one_process("decode")
     path, given, assignments = Path(folder.value) if folder else None, [model, vae], set_ or ()

@@ -150,10 +150,9 @@ def _train(checked: Start | Exception, launch: Launch, *, as_json: bool) -> int:
 
 def print_result(result: Path, start: Start, *, as_json: bool) -> None:
     """Print the path of the result and the next commands; or as JSON, with the output folder and the last metrics."""
-    from qwen_train.run import METRICS_NAME
+    from qwen_train.run import METRICS_NAME, REPORT_NAME
     from qwen_train.training.best import best_of
     from qwen_train.training.metrics import read_metrics
-    from qwen_train.training.report import REPORT_NAME
 
     if as_json:
         metrics = read_metrics(start.out / METRICS_NAME)

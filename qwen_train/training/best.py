@@ -23,7 +23,7 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.html.page import number
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved
 from qwen_cache.terminal import plural
-from qwen_train.run import METRICS_NAME, checkpoints
+from qwen_train.run import METRICS_NAME, REPORT_NAME, checkpoints
 from qwen_train.training.scores import HIGHER, JUDGES, UNREADABLE, Score, Scores, read_scores
 
 BEST = "best"
@@ -143,7 +143,9 @@ def best_of(folder: Path) -> Best:
         return made(None, f"Of held-out samples only step {measured[0]:,} was measured yet: a choice takes two steps.")
     if not judges:
         trained = ["All images with targets are of trained samples, which cannot show that a LoRA overfits."]
-        return made(None, *(trained if scores.trained else []), f"Nothing says how good a step is: {SET}.")
+        return made(
+            None, *(trained if scores.trained else []), f"Nothing says how good a step is: {SET}.", *_by_eye(folder)
+        )
     if not verdicts:
         return made(None, *map(_too_few, judges), f"For more, {SET}.")
     if not verdicts[0].tells:
@@ -252,6 +254,14 @@ def _progress(folder: Path, verdicts: Sequence[Verdict]) -> list[str]:
     if config is None or not last or last >= config.train.max_steps:
         return []
     return [f"The last step that was measured is {last:,} of {config.train.max_steps:,}: later ones may be better."]
+
+
+def _by_eye(folder: Path) -> list[str]:
+    """The advice for a slider that may have no targets to hold out."""
+    config = _settings(folder)
+    if config is None or config.train.slider.direction != "prompts":
+        return []
+    return [f"A slider without targets has no held-out samples: compare its images at each strength in {REPORT_NAME}."]
 
 
 def _settings(folder: Path) -> Config | None:

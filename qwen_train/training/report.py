@@ -41,6 +41,7 @@ from qwen_train.run import (
     METRICS_NAME,
     PREFERENCE_ACCURACY,
     PREFERENCE_MARGIN,
+    REPORT_NAME,
     RUN_FACTS_NAME,
     STEP,
     TIMES,
@@ -51,7 +52,6 @@ from qwen_train.run import (
 )
 from qwen_train.training.best import Best, best_of, differences
 
-REPORT_NAME = "report.html"
 OVERVIEW_FACTS = ("cache", "identity", "pipeline", "trainable_parameters", "device")
 """The entries of about.json that the overview shows."""
 SMOOTHED_SHARE, SMOOTHED_LEAST = 0.05, 20

@@ -25,8 +25,7 @@ from qwen_cache.service.http import RefusedError, router_of
 from qwen_cache.settings.load import CONFIG_NAME, Config, load_saved, parse_yaml
 from qwen_cache.settings.sections import NO_CACHE
 from qwen_train.cli import COMMANDS
-from qwen_train.run import METRICS_NAME
-from qwen_train.training.report import REPORT_NAME
+from qwen_train.run import METRICS_NAME, REPORT_NAME
 from qwen_train.ui import runs, search
 from qwen_train.ui.job import Command, Job
 from qwen_train.ui.jobs import Checks, Queue
