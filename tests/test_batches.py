@@ -40,7 +40,8 @@ from qwen_cache.format.identity import content_hash
 from qwen_cache.format.manifest import Recipe
 from qwen_cache.settings.sections import TrainConfig
 from qwen_train.data.batches import AHEAD, Batch, Batches, collate
-from qwen_train.data.samples import Mixture, split
+from qwen_train.data.planned import split
+from qwen_train.data.samples import Mixture
 from qwen_train.data.served import ServedSamples
 from qwen_train.flow import NoiseSchedule, Weighting, weighting
 from qwen_train.model.loading import timesteps_from

@@ -31,7 +31,8 @@ from qwen_cache.models.folder import ENCODER_PARTS, ModelFolder, fingerprint, va
 from qwen_cache.settings.load import load_config
 from qwen_cache.settings.sections import ValidationConfig, WeightedCache
 from qwen_cache.storage import remembered
-from qwen_train.data.samples import Mixture, check_validation_cache
+from qwen_train.data.samples import Mixture
+from qwen_train.data.validation_cache import check_validation_cache
 
 from .support.caches import build, contents, plan
 from .support.commands import refused, run

@@ -27,7 +27,8 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
-from qwen_train.data.samples import Mixture, check_objective, unused_parts
+from qwen_train.data.planned import check_objective, unused_parts
+from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
 from qwen_train.model.compilation import TORCH

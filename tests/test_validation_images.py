@@ -27,7 +27,8 @@ from qwen_cache.errors import ConfigError, TrainError
 from qwen_cache.settings.load import load_config, parse_yaml
 from qwen_cache.settings.sections import ValidationConfig
 from qwen_train import train as training
-from qwen_train.data.samples import Mixture, check_validation_cache, open_validation_cache
+from qwen_train.data.samples import Mixture
+from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.run import ToEncode
 from qwen_train.training import watch
 

@@ -31,7 +31,8 @@ from qwen_cache.format.sample import LATENT_CHANNELS, SLIDER_EMBEDS, WITHOUT_PRE
 from qwen_cache.models.devices import accelerator, has_streams, to_device
 from qwen_cache.models.family import QWEN_IMAGE, Family
 from qwen_cache.settings.sections import TrainConfig
-from qwen_train.data.samples import Planned, Samples
+from qwen_train.data.planned import Planned
+from qwen_train.data.samples import Samples
 from qwen_train.flow import NoiseSchedule, sample_u, weighting
 
 AHEAD = 2  # batches in preparation while one is trained

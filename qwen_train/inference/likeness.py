@@ -32,7 +32,8 @@ from qwen_cache.sources.images import cut_thumbnails, open_rgb
 from qwen_cache.storage.files import read_file, write_durably
 from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import counting
-from qwen_train.data.samples import Mixture, training_and_validation
+from qwen_train.data.planned import training_and_validation
+from qwen_train.data.samples import Mixture
 from qwen_train.inference.decode import latents_in
 from qwen_train.run import LIKENESS_NAME, TRAINED, VALIDATION, found_latents, step_of
 

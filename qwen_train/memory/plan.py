@@ -23,7 +23,9 @@ from qwen_cache.models.single_file import open_single_file
 from qwen_cache.settings.load import Config
 from qwen_cache.settings.sections import ModelConfig, TrainConfig
 from qwen_cache.terminal import human_bytes
-from qwen_train.data.samples import Planned, Samples, open_samples, open_validation_cache
+from qwen_train.data.planned import Planned
+from qwen_train.data.samples import Samples, open_samples
+from qwen_train.data.validation_cache import open_validation_cache
 from qwen_train.memory.choice import COMPILE, Candidate, Choice, Machine, Open, candidates, choose
 from qwen_train.memory.cost import card_of
 from qwen_train.memory.prediction import (

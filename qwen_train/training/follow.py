@@ -28,7 +28,8 @@ from qwen_train.data.commits import (
     remove_commits,
     write_sequence,
 )
-from qwen_train.data.samples import Mixture, check_empty_prompts
+from qwen_train.data.planned import check_empty_prompts
+from qwen_train.data.samples import Mixture
 from qwen_train.run import checkpoints
 from qwen_train.training.processes import all_gather_object, together
 from qwen_train.training.start import Start, taken_of

@@ -32,7 +32,7 @@ from qwen_cache.format.cache import Cache
 from qwen_cache.settings.sections import MaskHeadConfig
 from qwen_cache.storage.files import make_folder
 from qwen_cache.terminal import console, plural, progress
-from qwen_train.data.samples import split
+from qwen_train.data.planned import split
 
 AVERAGED = 1000
 """The most masks averaged for the best constant mask; more would not change it."""

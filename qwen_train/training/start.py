@@ -21,21 +21,17 @@ from qwen_cache.storage.remembered import file_digest
 from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
 from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
-from qwen_train.data.samples import (
-    Mixture,
+from qwen_train.data.planned import (
     Planned,
-    Samples,
     check_cache,
     check_empty_prompts,
     check_encoders,
     check_objective,
     check_text_lengths,
-    check_validation_cache,
-    open_mixture,
-    open_samples,
-    open_validation_cache,
     with_model_of_caches,
 )
+from qwen_train.data.samples import Mixture, Samples, open_mixture, open_samples
+from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start, pinned, with_assistant
 from qwen_train.model.combinations import ROUNDING, check_combination, import_path
 from qwen_train.run import STATE, Launch, Requests, ToEncode, checkpoints, only_run, resume_command
