@@ -34,8 +34,9 @@ from transformers.vision_utils import (
 )
 
 from qwen_cache.errors import ModelError
+from qwen_cache.models.config import Images, check_values
 from qwen_cache.models.devices import full_float32, to_device
-from qwen_cache.models.folder import AGAIN, Images, ModelFolder, check_values, read_config
+from qwen_cache.models.folder import AGAIN, ModelFolder, read_config
 from qwen_cache.models.loading import explained, load_whole
 from qwen_cache.models.quantization import QuantizedLinear
 from qwen_cache.models.single_file import SingleFile
