@@ -109,7 +109,7 @@ def test_samples_of_many_clients_are_encoded_together(job_at: Jobs) -> None:
 
 def test_a_sample_of_another_cache_is_copied_or_encoded_if_it_is_damaged(job_at: Jobs) -> None:
     """Also from one that is compressed."""
-    with started(other := job_at("other", "cache.compression=zstd")) as engine:
+    with started(other := job_at("other", "cache.compression=zstd", "serve.commit_seconds=0.05")) as engine:
         keys = [send(engine, number) for number in range(3)]
         assert all(engine.reached(key, State.STORED).result(WAIT) for key in keys)
     (shard,) = other.folder.glob("*.tar")

@@ -266,6 +266,7 @@ def test_more_connections_than_descriptors_disturb_nobody() -> None:
             with ExitStack() as strangers:
                 for _ in range(300):
                     strangers.enter_context(connected(url)).sendall(b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX-a: b")
+                    time.sleep(0.003)  # the queue of new connections is short here, and a full one costs a second
                 assert {httpx2.get(url, timeout=HANG, verify=False).text for _ in range(20)} == {"ok"}
         finally:
             server.terminate()
