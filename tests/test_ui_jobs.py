@@ -43,7 +43,7 @@ from qwen_train.ui.job import (
 from qwen_train.ui.jobs import Checks, Device, Found, KnownDevices, Queue, job_routes, to_start
 
 from .support.browser import chromium, new_page
-from .support.ui import enter, served
+from .support.ui import attentive, enter, served
 from .support.waiting import wait_until
 
 STAND_IN = """
@@ -100,10 +100,11 @@ elif what == "worker":
 
 
 @pytest.fixture
-def starts(tmp_path: Path) -> dict[str, Sequence[str]]:
+def starts(tmp_path: Path) -> Iterator[dict[str, Sequence[str]]]:
     program = tmp_path / "stand_in.py"
     program.write_text(STAND_IN, encoding="utf-8")
-    return dict.fromkeys(("qwen-cache", "qwen-train", "torchrun"), (sys.executable, "-S", str(program)))
+    with attentive():
+        yield dict.fromkeys(("qwen-cache", "qwen-train", "torchrun"), (sys.executable, "-S", str(program)))
 
 
 @pytest.fixture
