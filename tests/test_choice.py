@@ -285,7 +285,7 @@ def limited(monkeypatch: pytest.MonkeyPatch, capacity: int) -> None:
 
 def test_a_run_chooses_and_equals_the_settings_written_out(train: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder keeps `auto`, so that it chooses again where it is resumed. On the simulated device, with offloaded
-    blocks: `tests/test_on_accelerator.py`."""
+    blocks: `tests/test_memory_on_accelerator.py`."""
     limited(monkeypatch, 1 << 40)
     result = train.try_(train__memory="auto", out="out")
     assert "train.memory=auto: train.gradient_checkpointing=false" in result.stderr

@@ -74,7 +74,7 @@ SETTINGS = {
     "OFT": ["train.gradient_checkpointing=false", "train.lora.type=oft"],
     **{
         f"{kind}, no checkpointing": ["train.gradient_checkpointing=false", f"model.quantization={kind}"]
-        for kind in ("nf4", "int8_convrot", "fp8_w8a8")  # fp8 in test_on_accelerator.py: a CPU scales a float32 copy
+        for kind in ("nf4", "int8_convrot", "fp8_w8a8")  # fp8 on an accelerator: a CPU scales a float32 copy
     },
     "int8_convrot": ["model.quantization=int8_convrot"],
     "OFT, checkpointing": ["train.lora.type=oft", "train.lora.use_cayley_neumann=false"],

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
+import torch
 
 from tests.simulated_device.build import build, obstacle
 
 from .paths import ROOT
+from .sources import write_mixed, write_pairs
 from .waiting import HANG
 
 Job = dict[str, Any]
@@ -61,3 +66,35 @@ def done(report: Report) -> Report:
     assert report["exit_code"] == 0, report["stderr"][-2000:]
     assert faults(report) == []
     return report
+
+
+# ---- jobs ------------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"train.max_steps": 2, "train.batch_size": 2, "logging.report_to": "none", "train.mixed_precision": "bf16"}
+TABLE: dict[str, Any] = {"train.tabulated_modulation": True}
+ACTIVATIONS: dict[str, Any] = {"train.offload_activations": True}
+TWO_DEVICES = ("--vae-device", "simu:0", "--text-device", "simu:1")
+
+
+def with_transformer(source: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a model with another random transformer."""
+    config = json.loads((source / "transformer" / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("transformer"))
+    torch.manual_seed(0)
+    kept = {name: value for name, value in config.items() if not name.startswith("_")}
+    getattr(diffusers, config["_class_name"])(**{**kept, **changes}).bfloat16().save_pretrained(folder / "transformer")
+    return folder
+
+
+def training(cache: Path, model: Path, out: Path, settings: dict[str, Any], **job: Any) -> Job:
+    named = {**SETTINGS, "train.output_dir": str(out), **settings}
+    assignments = itertools.chain(*(["--set", f"{name}={json.dumps(value)}"] for name, value in named.items()))
+    return {"program": "qwen-train", "arguments": ["run", str(cache), "--model", str(model), *assignments], **job}
+
+
+def sources_in(folder: Path) -> Callable[[str], list[str]]:
+    """A source for each variant, as arguments of `build`."""
+    pairs, mixed = write_pairs(folder / "pairs"), write_mixed(folder / "mixed")
+    others = {"edit": [str(pairs), "--on-error", "skip"], "t2i": [str(pairs / "target_images")]}
+    others["qwen-image-21"] = [str(mixed)]
+    return lambda variant: others.get(variant, [str(pairs)])
