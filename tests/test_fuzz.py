@@ -118,15 +118,20 @@ ALL_KINDS: list[Damage] = [flip_anywhere, truncate, append, overwrite, cut_out]
 
 
 def test_no_flipped_bit_of_a_shard_reaches_a_reader(cache: Path) -> None:
-    """Every byte of every shard, while the shard is mapped."""
+    """Every byte of every shard but most that only fill it up, while the shard is mapped: of the sample that the byte
+    is in, and now and then of all."""
     written, opened = everything(cache), open_cache(cache)
     refused, rules = Counter[tuple[str, str]](), set[str]()
     for path in cache.glob("*.tar"):
         samples = [sample for sample in opened if sample.row.shard == path.name]
+        owners = {at: [sample] for sample in samples for at in members(sample)}
+        stored = {at for sample in samples for at in tensor_bytes(sample)}
         with restored(path) as data, open(path, "r+b", buffering=0) as file:
             for at in range(len(data)):
+                if not (data[at] or at in stored or at % 64 == 0):
+                    continue
                 os.pwrite(file.fileno(), bytes([data[at] ^ 1 << at % 8]), at)
-                for sample in samples:
+                for sample in samples if at % 64 == 0 else owners[at]:
                     for name, expected in written[sample.key][1].items():
                         try:
                             assert bytes(sample.buffer(name)) == expected
@@ -139,6 +144,17 @@ def test_no_flipped_bit_of_a_shard_reaches_a_reader(cache: Path) -> None:
             unused = 8 if spec.codec else 0  # a zstandard frame has bits that mean nothing
             assert spec.stored_bytes - unused <= refused[key, name] <= spec.stored_bytes
     assert rules <= {"F14", "F18"}
+
+
+def members(sample: Any) -> range:
+    """The bytes of a sample in its shard."""
+    return range(sample.row.entry.offset, sample.row.entry.offset + sample.row.entry.length)
+
+
+def tensor_bytes(sample: Any) -> set[int]:
+    """Those of its tensors."""
+    begins, specs = sample.row.entry.tensor_offsets(), sample.row.meta.tensors
+    return {at for name, spec in specs.items() for at in range(begins[name], begins[name] + spec.stored_bytes)}
 
 
 def test_a_shard_with_a_flipped_bit_is_refused_or_means_the_same(cache: Path) -> None:
@@ -185,7 +201,7 @@ def test_verify_finds_every_flip_and_every_cut_of_manifest_and_index(name: str, 
     written = everything(cache)
     path, chance = cache / name, random.Random(name)
     with restored(path) as data:
-        for at in chance.sample(range(len(data)), 300):
+        for at in (0, len(data) - 1, *chance.sample(range(len(data)), 100)):
             for changed in (flip(data, at), data[:at]):
                 path.write_bytes(changed)
                 assert verify_cache(cache), (at, changed)

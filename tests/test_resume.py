@@ -43,7 +43,7 @@ from .support.marks import slow
 from .support.ranks import second_of_two
 from .support.runs import EVERYTHING_RANDOM, IMAGES, LORA, Trainer, column, differences, metrics, run_training, written
 
-STEPS = 4
+STEPS = 3
 DYING = {**EVERYTHING_RANDOM, "train.max_steps": STEPS, "train.checkpointing_steps": 1, "train.ema_decay": 0.9}
 WAYS: dict[str, dict[str, Any]] = {
     "adamw": {},
@@ -273,7 +273,7 @@ def test_settings_of_the_optimizer_that_changed_count_from_the_checkpoint_on(tra
 def test_a_run_has_nothing_that_an_earlier_one_left_of_the_steps_that_it_trains(train: Trainer) -> None:
     """Left by one that was killed before its first checkpoint, or after its last. Files of others in a folder
     `validation`, such as a source or a cache, stay: a run may write into the folder of a project."""
-    settings = {**IMAGES, "validation.validation_steps": 1}
+    settings = {**IMAGES, "validation.validation_steps": 1, "validation.num_images": 1, "train.validation_split": 0.5}
     whole, out = train(settings=settings, out="whole"), train.folder / "out"
     others = {Path("validation", name) for name in ("street.png", "cache.json", "step-9/a.png", "target/cat.png")}
     for path in others:
@@ -348,7 +348,7 @@ def test_one_changed_bit_anywhere_in_a_checkpoint_is_found(
 
 
 def test_what_to_do_about_damage_names_the_newest_whole_checkpoint(train: Trainer) -> None:
-    out = train(settings=DYING, train__ema_decay=0, train__checkpoints_total_limit=0)
+    out = train(settings=DYING, train__ema_decay=0, train__checkpoints_total_limit=0, train__max_steps=4)
     for step, do in (
         (4, "remove checkpoint-4; checkpoint-3 is whole, and --resume continues from it"),
         (3, "remove checkpoint-4, checkpoint-3; checkpoint-2 is whole, and --resume continues from it"),
@@ -368,7 +368,7 @@ def test_what_to_do_about_damage_names_the_newest_whole_checkpoint(train: Traine
     assert (error.value.where, error.value.what) == (strange, "checksums.json does not list this file")
     (out / "checkpoint-4" / "checksums.json").unlink()
     refused(
-        train.try_("--resume", settings=DYING, train__ema_decay=0),
+        train.try_("--resume", settings=DYING, train__ema_decay=0, train__max_steps=4),
         "checkpoint-4/checksums.json: a file is missing",
         "if an earlier version wrote it, which had no checksums.json, finish the run with that version; else no",
     )

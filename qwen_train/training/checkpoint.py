@@ -176,20 +176,23 @@ def load_checkpoint(path: Path, run: Run) -> None:
         state = parse_json((path / STATE).read_text(encoding="utf-8"))
         models = str(state["origin"]["model"]), str(run.origin.get("model"))
         check_fixed(path, state["fixed"], run.fixed, f"restore what has changed, or {NEW_RUN}", models)
+        step, samples = _count(state["step"]), _count(state["samples"])
         tensors = load_file(path / "state.safetensors")
-        read_weights(run.transformer, weights_path(run.transformer, path))
+        _load_optimizer(run.optimizer, _unflatten(state["optimizer"], tensors))
+        run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
+        random = _unflatten(state["random"], tensors)
         if run.ema:
             run.ema.updates = _count(state["ema"])
+        read_weights(run.transformer, weights_path(run.transformer, path))  # the slow part
+        if run.ema:
             with run.ema.swapped():
                 read_weights(run.transformer, weights_path(run.transformer, path, EMA_SUFFIX))
-        _load_optimizer(run.optimizer, _unflatten(state["optimizer"], tensors))
         if has_two_modes(run.optimizer):
             saved = _unflatten(state[TRAINING_WEIGHTS], tensors)
             for parameter, value in zip(trained_parameters(run.optimizer), saved, strict=True):
                 assign(parameter, value)
-        run.lr_scheduler.load_state_dict(_unflatten(state["lr_scheduler"], tensors))
-        run.step, run.consumed_samples = _count(state["step"]), _count(state["samples"])
-        _set_random_state(_unflatten(state["random"], tensors), run)
+        run.step, run.consumed_samples = step, samples
+        _set_random_state(random, run)
 
 
 def _find_fault(path: Path) -> Fault | None:
