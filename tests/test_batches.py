@@ -328,7 +328,7 @@ def test_noise_draws_at_pure_noise_have_a_weight_of_zero_and_not_of_nothing(cach
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_captions_are_dropped_at_the_configured_rate(cache: Cache, rate: float) -> None:
-    positions = 1500
+    positions = 1500 if 0 < rate < 1 else 100
     stream = batches(cache, caption_dropout=rate)
     dropped = sum(stream.sample_noise(position).without_caption for position in range(positions))
     assert abs(dropped / positions - rate) <= 4 * math.sqrt(rate * (1 - rate) / positions)

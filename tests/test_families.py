@@ -87,9 +87,11 @@ def test_a_published_model_is_known_and_taken_as_it_is(name: str, tmp_path: Path
     model = open_model(str(folder), ("transformer", "scheduler") if published.scheduler else ("transformer",))
     assert name in model.facts.models
 
+    assert model.transformer_config["num_layers"] == published.transformer["num_layers"]
+    few = {"num_layers": 2}
     with torch.device("meta"):
-        ours = from_config(trained_class(model.transformer_config), model.transformer_config)
-        stock = getattr(diffusers, model.family.transformer).from_config(published.transformer)
+        ours = from_config(trained_class(model.transformer_config), {**model.transformer_config, **few})
+        stock = getattr(diffusers, model.family.transformer).from_config({**published.transformer, **few})
     shapes = [{key: value.shape for key, value in each.named_parameters()} for each in (ours, stock)]
     assert shapes[0] == shapes[1]
     assert ours.config.get("zero_cond_t", False) is (name == "Qwen/Qwen-Image-Edit-2511")

@@ -45,6 +45,7 @@ from qwen_train.flow import NoiseSchedule
 
 from .support.commands import command, run
 from .support.marks import slow
+from .support.processes import popen
 from .support.server import BUCKET, Proxy, Server, fresh_clients, serving
 from .support.waiting import HANG
 
@@ -634,9 +635,8 @@ def test_a_false_size_in_a_manifest_disturbs_no_other_reader(built: Callable[...
     """Half the size of a shard that another process has mapped from the same folder: its pages stay."""
     served = Path(shutil.copytree(built("edit-plus"), tmp_path / "served"))
     with serving(Server(served)) as server:
-        holder = subprocess.Popen(
-            [sys.executable, "-c", HOLDER, server.url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        holder = popen([sys.executable, "-c", HOLDER, server.url], **pipes)
         assert holder.stdout
         assert holder.stdout.readline() == "mapped\n"
         manifest = json.loads((served / "cache.json").read_text(encoding="utf-8"))

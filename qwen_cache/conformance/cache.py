@@ -61,7 +61,7 @@ class Workplace:
         coarse = Image.fromarray(np.random.default_rng(seed).integers(0, 255, (8, 8, 3), np.uint8))
         pixels = np.array(coarse.resize(SIZE, Image.Resampling.BICUBIC))
         pixels[40:48, 40:48] = 255 - pixels[40:48, 40:48] if detail else pixels[40:48, 40:48]
-        Image.fromarray(pixels).save(path)
+        Image.fromarray(pixels).save(path, compress_level=1)
         return path
 
     def row(self, name: str, seed: int, prompt: str = "make it red", controls: int = 1) -> Row:

@@ -7,9 +7,11 @@ of a condition image, `img_mask` at these slots and at the target's. Losses and 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 
 from qwen_train.model.qwen_image_21 import QwenImage21MultiResTransformer2DModel
 
-from .transformer_judge import Run, padded, trainable_gradients
+from .once import copies_of
+from .transformer_judge import Run, padded, trainable_gradients, untrained
 
 TINY_21 = {
     "in_channels": 16,
@@ -46,19 +49,27 @@ Specification = tuple[list[tuple[int, int]], list[int], int]
 def stock_model(**config: Any) -> QwenImage21Transformer2DModel:
     """Random weights, with queries and keys long enough for sharp attention: so that its errors change the output."""
     torch.manual_seed(0)
-    model = QwenImage21Transformer2DModel(**{**TINY_21, **config})
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[1]))
-        elif "norm_" in name:
-            torch.nn.init.constant_(parameter, 1.5)
-        else:
-            torch.nn.init.normal_(parameter, std=0.2)
+    model: QwenImage21Transformer2DModel = _stock_models(**config)()
     return model
 
 
+@cache
+def _stock_models(**config: Any) -> Callable[[], Any]:
+    with torch.random.fork_rng():
+        model = QwenImage21Transformer2DModel(**{**TINY_21, **config})
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1:
+                torch.nn.init.normal_(parameter, std=1 / math.sqrt(parameter.shape[1]))
+            elif "norm_" in name:
+                torch.nn.init.constant_(parameter, 1.5)
+            else:
+                torch.nn.init.normal_(parameter, std=0.2)
+    return copies_of(model)
+
+
 def multi_res_model(stock: Any, layout: str = "padded") -> QwenImage21MultiResTransformer2DModel:
-    model = QwenImage21MultiResTransformer2DModel.from_config(stock.config)
+    model: QwenImage21MultiResTransformer2DModel
+    model = untrained(QwenImage21MultiResTransformer2DModel, json.dumps(dict(stock.config)))()
     model.load_state_dict(stock.state_dict())
     model.layout = layout
     return model
