@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -231,25 +232,39 @@ def test_names_are_safe_and_unique(tmp_path: Path) -> None:
     assert {s.prompt for s in open_cache(tmp_path / "again")} == {sample.name for sample in samples}
 
 
+@pytest.fixture(scope="module")
+def clashing(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """A cache of samples with this many controls. Their names are equal, equal without case, or those of another
+    sample's files, as the tools name them."""
+
+    @functools.cache
+    def both(controls: int) -> Path:
+        folder = tmp_path_factory.mktemp("clashing")
+
+        def cache(name: str, *names: str) -> Path:
+            made = [
+                make(each, f"{name} {each}", [(2, 2)] * (1 + controls), 4, seed=i + len(names))
+                for i, each in enumerate(names)
+            ]
+            return imported("musubi", write_musubi(folder / f"{name}-files", made), folder / name)
+
+        first = cache("first", "cat", "dog")
+        cat, dog = (sample.key for sample in open_cache(first))
+        names = ("cat", "CAT", f"cat-{cat}", "dog", f"dog-{dog.upper()}", "a", "a_control_1", "a_mask")
+        assert run("qwen-cache", "merge", first, cache("second", *names), "--out", folder / "both").code == 0
+        return folder / "both"
+
+    return both
+
+
 @pytest.mark.parametrize("tool", ["musubi", "diffsynth", "diffusion-pipe", "qflux"])
-def test_no_two_samples_share_a_file(tool: str, tmp_path: Path) -> None:
-    """Samples whose names are equal, equal without case, or those of another sample's files, as the tools name them."""
-    sizes = [(2, 2)] * (2 if tool == "diffusion-pipe" else 3)
-
-    def cache(folder: str, *names: str) -> Path:
-        made = [make(name, f"{folder} {name}", sizes, 4, seed=i + len(names)) for i, name in enumerate(names)]
-        return imported("musubi", write_musubi(tmp_path / f"{folder}-files", made), tmp_path / folder)
-
-    first = cache("first", "cat", "dog")
-    cat, dog = (sample.key for sample in open_cache(first))
-    names = ("cat", "CAT", f"cat-{cat}", "dog", f"dog-{dog.upper()}", "a", "a_control_1", "a_mask")
-    second = cache("second", *names)
-    assert run("qwen-cache", "merge", first, second, "--out", tmp_path / "both").code == 0
-    out = exported(tmp_path / "both", tool, tmp_path / "out")
+def test_no_two_samples_share_a_file(tool: str, clashing: Callable[[int], Path], tmp_path: Path) -> None:
+    cache = clashing(1 if tool == "diffusion-pipe" else 2)
+    out = exported(cache, tool, tmp_path / "out")
     paths = [str(path.relative_to(out)).casefold() for path in out.rglob("*")]
     assert len(set(paths)) == len(paths)
     if tool == "diffsynth":
-        assert len(paths) == 1 + len(open_cache(tmp_path / "both"))
+        assert len(paths) == 1 + len(open_cache(cache))
         return
     options = ("--captions", out / "data" / "images") if tool == "qflux" else ()
     again = imported(tool, out if tool == "diffusion-pipe" else out / "cache", tmp_path / "again", *options)
@@ -258,7 +273,7 @@ def test_no_two_samples_share_a_file(tool: str, tmp_path: Path) -> None:
             sample.prompt: (sample["image_latents"].tolist(), sample["prompt_embeds"].tolist())
             for sample in open_cache(each)
         }
-        for each in (again, tmp_path / "both")
+        for each in (again, cache)
     )
     assert found == expected
     if tool == "qflux":  # its own rules for what is an image, a control and a mask

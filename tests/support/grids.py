@@ -10,13 +10,17 @@ Box = tuple[int, int, int, int]
 
 def box_of(image: Image.Image, whole: Image.Image) -> Box:
     """The box of the image in `whole`, equal in every pixel; it must occur once."""
-    pixels, part = np.asarray(whole).astype(int), np.asarray(image).astype(int)
+    pixels, part = np.asarray(whole), np.asarray(image)
     h, w = part.shape[:2]
-    corners = (pixels[: -h or None, : -w or None] == part[0, 0]).all(axis=-1)
+    begins = pixels[: len(pixels) - h + 1, : pixels.shape[1] - w + 1]
+    y, x = np.nonzero(np.logical_and.reduce([begins[..., i] == value for i, value in enumerate(part[0, 0])]))
+    for down, right in ((0, w // 2), (0, w - 1), (h // 2, 0), (h // 2, w // 2), (h - 1, w - 1)):
+        equal = (pixels[y + down, x + right] == part[down, right]).all(axis=-1)
+        y, x = y[equal], x[equal]
     boxes = [
-        (int(x), int(y), int(x) + w, int(y) + h)
-        for y, x in np.argwhere(corners)
-        if np.array_equal(pixels[y, x : x + w], part[0]) and np.array_equal(pixels[y : y + h, x : x + w], part)
+        (left, top, left + w, top + h)
+        for left, top in zip(x.tolist(), y.tolist(), strict=True)
+        if np.array_equal(pixels[top : top + h, left : left + w], part)
     ]
     assert len(boxes) == 1, boxes
     return boxes[0]
