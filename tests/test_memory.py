@@ -90,6 +90,12 @@ def predicted(config: dict[str, Any], settings: list[str], batch: list[SampleSiz
 Compare = Callable[..., Any]
 
 
+@pytest.fixture
+def of_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions measure their batch alone, which is sooner than the batches that tell of all of its kind."""
+    monkeypatch.setattr(pieces, "is_linear", lambda *_: False)
+
+
 def forget(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Measure again, as in a new process of a new user."""
     monkeypatch.setattr(pieces, "_known", {})
@@ -248,17 +254,18 @@ def test_images_that_take_more_than_a_step_count(config: dict[str, Any], compare
 
 def test_every_draw_adds_the_activations_of_a_target() -> None:
     plain = SETTINGS["no checkpointing"]
+    of_two_blocks = {**SMALL_21, "num_layers": 2}
     one, two, three = (
-        predicted(SMALL_21, [*plain, f"train.noise_draws={k}"], MIXED_21, "cpu").activations for k in (1, 2, 3)
+        predicted(of_two_blocks, [*plain, f"train.noise_draws={k}"], MIXED_21, "cpu").activations for k in (1, 2, 3)
     )
     assert one < two
     assert three - two == pytest.approx(two - one, rel=0.1)
 
 
+@pytest.mark.usefixtures("of_one_batch")
 def test_the_copies_for_the_kernel_of_cuda_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In half precision: in each block the keys and values of all samples, which are slices elsewhere."""
     settings = [[*SETTINGS[name], "train.layout=padded"] for name in ("no checkpointing", "in float32")]
-    monkeypatch.setattr(pieces, "is_linear", lambda *_: False)
     half, whole = (predicted(SMALL_21, each, MIXED_21, "accelerator").activations for each in settings)
     forget(monkeypatch, tmp_path)
     monkeypatch.setattr(step.VarlenOnMeta, "_attend", step.QwenImage21MultiResAttnProcessor._attend)
@@ -313,6 +320,7 @@ def test_weights_of_the_real_configuration(kind: str, each: float) -> None:
     assert weights == pytest.approx(2 * (count - in_blocks) + each * in_blocks, rel=2e-3)
 
 
+@pytest.mark.usefixtures("of_one_batch")
 def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
     """The model has 7.1 billion of them."""
     with torch.device("meta"):
@@ -325,6 +333,7 @@ def test_weights_of_the_real_configuration_of_qwen_image_21() -> None:
     assert weights == pytest.approx(2 * (count - in_blocks) + in_blocks, rel=2e-3)
 
 
+@pytest.mark.usefixtures("of_one_batch")
 def test_activations_of_the_real_configuration() -> None:
     """Per token and block as measured on the real-size block in bfloat16: 110 kB. Autocast adds two copies of the
     image's rows, since q, k and v each cast them for a LoRA in float32."""
@@ -417,6 +426,7 @@ def test_plan_says_what_fits(built: Callable[[str], Path], real_model: Path) -> 
     assert predicted(REAL, [], [largest] * (count + 1)).total > 60e9
 
 
+@pytest.mark.usefixtures("of_one_batch")
 def test_memory_by_the_number_of_recomputed_blocks() -> None:
     """Against the prediction for every second and every third of five blocks."""
     large = [SampleSize(((1, 64, 64), (1, 64, 64)), 450)]
@@ -462,20 +472,16 @@ def test_plan_for_each_of_two_gpus(built: Callable[[str], Path], tiny_model: Cal
     refused(other, "prodigy cannot be used with train.fsdp")
 
 
+@pytest.mark.usefixtures("of_one_batch")
 def test_plan_for_people(built: Callable[[str], Path], tiny_model: Callable[[str], Path]) -> None:
-    options = (
-        "--model",
-        tiny_model("edit-plus"),
-        "--gpu-memory",
-        "0.5GB",
-        "--set",
-        "train.gradient_checkpointing=auto",
-    )
-    result = run("qwen-train", "plan", built("edit-plus"), *options)
+    options = ("--model", tiny_model("edit-plus"), "--gpu-memory", "0.5GB")
+    settings = ("--set", "train.gradient_checkpointing=auto", "--set", "train.max_steps=80")
+    result = run("qwen-train", "plan", built("edit-plus"), *options, *settings)
     assert (result.code, result.stderr) == (1, "")
     assert re.search(r"with 0 blocks recomputed: [\d.]+ [MG]B, \d\d % of the time with all", result.stdout)
     assert "does not fit in 500 MB" in result.stdout
     assert "frozen weights" in result.stdout
+    assert "steps per image  20.0: 80 steps of 1 sample, 4 images" in result.stdout
 
 
 def test_plan_counts_decoding_on_the_device_that_trains(
