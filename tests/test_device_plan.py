@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from qwen_cache.encode import build as encode_build
 from qwen_cache.encode import preflight
-from qwen_cache.encode.components import DeviceMemory, TextWork
+from qwen_cache.encode.components import Component, DeviceMemory, TextWork
 from qwen_cache.encode.memory import text_memory
 from qwen_cache.encode.simulated import text_lane, vae_lane
 from qwen_cache.models.hardware import FRAGMENTATION, RESERVED, Placement, piece_sizes
@@ -48,11 +49,17 @@ def with_blocks(count: int) -> str:
     return json.dumps(config)
 
 
+@cache
+def of_the_vae() -> Component:
+    """The VAE's part with images of a megapixel."""
+    return vae_lane(VAE, (1024, 1024), torch.bfloat16)
+
+
 def needed(placement: Placement) -> DeviceMemory:
     """Both encoders of Qwen-Image-Edit on one device, with images of a megapixel."""
     partial = placement != Placement()
     text = text_lane(SEVEN_B, EDIT, torch.bfloat16, placement, partial=partial)
-    return DeviceMemory({"vae": vae_lane(VAE, (1024, 1024), torch.bfloat16), "text_encoder": text}, has_reserve=True)
+    return DeviceMemory({"vae": of_the_vae(), "text_encoder": text}, has_reserve=True)
 
 
 @pytest.mark.parametrize(

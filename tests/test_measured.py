@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ from qwen_cache.errors import DeviceError
 from qwen_cache.models import hardware
 from qwen_cache.storage.measured import MOST, measured
 from qwen_cache.storage.remembered import rehashing
+
+from .support.processes import popen
 
 # ---- entries ---------------------------------------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ for number in range(40):
 
 
 def test_processes_measure_at_once(home: Path) -> None:
-    processes = [subprocess.Popen([sys.executable, "-c", WRITING]) for _ in range(3)]
+    processes = [popen([sys.executable, "-c", WRITING]) for _ in range(3)]
     assert [process.wait() for process in processes] == [0, 0, 0]
     assert len([path for path in home.iterdir() if path.suffix == ".json"]) == 4
     assert not list(home.glob("*.tmp"))

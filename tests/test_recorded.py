@@ -23,7 +23,7 @@ from qwen_train.inference.images import COMPONENTS
 
 from .support.caches import build
 from .support.commands import Result, refused, run
-from .support.runs import IMAGES, Trainer
+from .support.runs import IMAGES, Trainer, run_training
 
 ONE_STEP = {**IMAGES, "train.max_steps": 1}
 
@@ -44,7 +44,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def without_model(train: Trainer, **changes: Any) -> Result:
     arguments = train.arguments(**changes)
     at = arguments.index("--model")
-    return run("qwen-train", *arguments[:at], *arguments[at + 2 :])
+    return run_training(*arguments[1:at], *arguments[at + 2 :])
 
 
 def said(path: Path) -> str:

@@ -86,6 +86,7 @@ def test_a_budget_of_a_list_gives_what_it_gives_alone(pairs: Path, tmp_path: Pat
         assert_same_tensors(sample, alone[sample.name, sample.img_shapes])
 
 
+@pytest.mark.usefixtures("fast")
 def test_both_formats_have_the_same_keys(pairs: Path, tmp_path: Path, model: Path) -> None:
     settings = {"vae_image_size": [4096, 9216], "resolutions_per_sample": "all"}
     for version in ("v1", "v2"):

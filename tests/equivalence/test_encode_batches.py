@@ -75,17 +75,19 @@ def test_texts_about_different_numbers_of_images_can_go_together(dtype: torch.dt
     model = open_model(str(tiny_model("edit-plus")), ENCODER_PARTS)
     cpu = torch.device("cpu")
     alone, together = (TextEncoder(model, cpu, dtype, tokens) for tokens in (1, 10_000))
-    exact = TextEncoder(model, cpu, dtype)
-    exact.model.double()
+    exact = None
+    if dtype == torch.bfloat16:
+        exact = TextEncoder(model, cpu, dtype)
+        exact.model.double()
     inputs = [alone.inputs(images(count)) for count in (2, 1, 4, 3)]
     requests = [TextRequest(inputs[i % 4], prompt[:200], ()) for i, prompt in enumerate(PROMPTS.values())]
     with recording(Qwen2_5_VLTextModel) as passes:
         batch = together.encode(requests)
     assert [len(call["inputs_embeds"]) for call in passes] == [4, 4 + len(requests)]
     for each, ours in zip(requests, batch, strict=True):
-        (one,), (truth,) = alone.encode([each]), exact.encode([each])
+        (one,), (truth,) = alone.encode([each]), exact.encode([each]) if exact else [None]
         for name in ("prefix", "prompt", "empty"):
-            assert_same(getattr(ours, name), getattr(one, name), getattr(truth, name))
+            assert_same(getattr(ours, name), getattr(one, name), getattr(truth, name, None))
 
 
 def test_images_that_were_just_read_are_not_read_again(tiny_model: TinyModel) -> None:
@@ -117,7 +119,7 @@ def test_no_pass_is_longer_than_its_bound(tiny_model: TinyModel) -> None:
 
 def test_a_batch_is_of_eight_samples_at_most(tiny_model: TinyModel, tmp_path: Path) -> None:
     """However much a device has room for: half of what is in flight, so that the other half is decoded meanwhile."""
-    controls = [image("china.jpg", (64 + i, 64)) for i in range(12)]
+    controls = [image("china.jpg", (64 + i, 64)) for i in range(9)]
     cases = {f"{i}": Case(controls[0], (control,), f"number {i}") for i, control in enumerate(controls)}
     sizes: list[int] = []
     encode = TextEncoder.encode
@@ -129,7 +131,7 @@ def test_a_batch_is_of_eight_samples_at_most(tiny_model: TinyModel, tmp_path: Pa
     much = ["--set", "cache.text_batch_tokens=1000000"]
     with patch.object(TextEncoder, "encode", count):
         build_cache(tmp_path, cases, tiny_model("edit-plus"), *small_options("edit-plus"), *much)
-    assert sizes == [8, 4]
+    assert sizes == [8, 1]
 
 
 def test_by_default_a_cpu_encodes_one_by_one(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,10 +56,10 @@ class Kind:
         return noise(height, width, self.z, self.scale)
 
 
-QWEN_IMAGE, QWEN_IMAGE_21 = Kind(random_vae, 3, 16, 8, (192, 192)), Kind(random_vae_21, 4, 64, 16, (48, 528))
+QWEN_IMAGE, QWEN_IMAGE_21 = Kind(random_vae, 3, 16, 8, (192, 192)), Kind(random_vae_21, 4, 64, 16, (32, 528))
 
-SIZES = [(192, 192), (96, 288), (304, 80), (32, 32), (176, 240), (48, 528)]  # height, width
-FAST = [((96, 288), 64), ((48, 528), 64), ((32, 32), 64)]
+SIZES = [(192, 192), (96, 288), (304, 80), (32, 32), (176, 240), (32, 528)]  # height, width
+FAST = [((96, 288), 64), ((32, 528), 64), ((32, 32), 64)]
 SIZES_AND_TILES = [
     pytest.param(size, tile, marks=[] if (size, tile) in FAST else pytest.mark.slow)
     for size in SIZES
@@ -141,7 +142,7 @@ def test_the_real_size_in_tiles_is_the_whole() -> None:
 def test_bfloat16_is_as_near_to_the_exact_result_as_the_whole(kind: Kind) -> None:
     whole = kind.vae(base_dim=4).bfloat16()
     ours, exact = for_single_frames(copy.deepcopy(whole)), copy.deepcopy(whole).double()
-    pixels, latents = kind.image(96, 224).bfloat16(), kind.noise(96, 224).bfloat16()
+    pixels, latents = kind.image(96, 160).bfloat16(), kind.noise(96, 160).bfloat16()
     truth = exact.encode(pixels.double()).latent_dist.parameters, exact.decode(latents.double()).sample
     assert_same(encode_in_tiles(ours, pixels, 64), whole.encode(pixels).latent_dist.parameters, truth[0])
     assert_same(decode_in_tiles(ours, latents, 64), whole.decode(latents).sample, truth[1])
@@ -163,13 +164,12 @@ def test_every_image_of_a_batch_is_tiled(kind: Kind, exact: tuple[Any, Any]) -> 
         assert error(moments, stock.encode(one).latent_dist.parameters) < EXACT
 
 
-@pytest.mark.parametrize("tile", [8, 24, 64, 192, 1000])
-@pytest.mark.parametrize("size", [8, 56, 256, 1000])
-def test_tiles_cover_everything_once(size: int, tile: int, kind: Kind, stock: Any) -> None:
-    scale = kind.scale
-    for local, outputs in ((encoder_part(stock), size // scale), (decoder_part(stock), scale * size)):
-        covered = [i for span in spans(windows(local, WIDTH), size, tile) for i in range(outputs)[span.made]]
-        assert covered == list(range(outputs))
+def test_tiles_cover_everything_once(kind: Kind, stock: Any) -> None:
+    encoder, decoder = (windows(part(stock), WIDTH) for part in (encoder_part, decoder_part))
+    for size, tile in [*product([8, 56, 256], [8, 24, 64, 192, 1000]), (1000, 192)]:
+        for path, outputs in ((encoder, size // kind.scale), (decoder, kind.scale * size)):
+            covered = [i for span in spans(path, size, tile) for i in range(outputs)[span.made]]
+            assert covered == list(range(outputs)), (size, tile)
 
 
 # ---- as far as it is seen, and no further ----------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_tiles_cover_everything_once(size: int, tile: int, kind: Kind, stock: An
 )
 def test_the_halo_is_as_wide_as_the_gradient(kind: Kind, part: Any, size: int, place: tuple[int, int]) -> None:
     """The inputs that an output depends on are those that it has a gradient of, on both axes."""
-    local = part(kind.vae(base_dim=4)).double()
+    local = part(kind.vae(base_dim=2)).double()
     channels = next(m for m in local.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)).in_channels
     x = torch.randn(1, channels, 1, size, size, dtype=torch.float64).requires_grad_()
     local(x)[..., place[0], place[1]].sum().backward()
@@ -266,7 +266,7 @@ def test_a_vae_that_sees_everything_early_is_refused(kind: Kind, config: dict[st
 
 def test_a_vae_without_residual_blocks_runs_too() -> None:
     stock = random_vae_21(is_residual=False).double()
-    pixels, latents = image(48, 528, 4).double(), noise(48, 528, 64, 16).double()
+    pixels, latents = image(32, 528, 4).double(), noise(32, 528, 64, 16).double()
     with without_float32():
         assert error(encode_in_tiles(stock, pixels, 64), stock.encode(pixels).latent_dist.parameters) < EXACT
         assert error(decode_in_tiles(stock, latents, 64), stock.decode(latents).sample) < EXACT
@@ -324,7 +324,7 @@ def in_pipeline(vae: Any, kind: Kind) -> Any:
 
 @pytest.mark.fast_cases(1)
 def test_an_image_that_does_not_fit_goes_through_a_pipeline_in_tiles(kind: Kind, stock: Any) -> None:
-    pixels, latents = kind.image(96, 160), kind.noise(96, 160)
+    pixels, latents = kind.image(64, 96), kind.noise(64, 96)
     whole = STOCK[kind]._encode_vae_image(in_pipeline(stock, kind), pixels, None)
     fits = VaeThatFits(Small(copy.deepcopy(stock)), 64)
     assert error(STOCK[kind]._encode_vae_image(in_pipeline(fits, kind), pixels, None), whole) < TOLERANCE

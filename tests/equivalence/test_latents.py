@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,11 +66,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return ModelFolder("a model", folder, "QwenImageEditPipeline")
 
 
+@cache
 def stock_pipeline(folder: ModelFolder, dtype: torch.dtype) -> Any:
     vae = AutoencoderKLQwenImage21.from_pretrained(folder.component("vae"), torch_dtype=dtype)
     pipeline = QwenImage21Pipeline(FlowMatchEulerDiscreteScheduler(), vae, None, MagicMock(), ChangesNothing())
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+our_encoder, our_vae = cache(VaeEncoder), cache(load_vae)
 
 
 def transparent(size: tuple[int, int]) -> Image.Image:
@@ -84,7 +89,7 @@ def transparent(size: tuple[int, int]) -> Image.Image:
 @pytest.mark.parametrize("size", SIZES)
 def test_latents_are_those_of_the_pipeline(size: tuple[int, int], dtype: torch.dtype, folder: ModelFolder) -> None:
     """From an original of another size, with all four channels; in a batch each is what it is alone."""
-    stock, ours, original = stock_pipeline(folder, dtype), VaeEncoder(folder, CPU, dtype), transparent((333, 217))
+    stock, ours, original = stock_pipeline(folder, dtype), our_encoder(folder, CPU, dtype), transparent((333, 217))
     pixels = stock.image_processor.preprocess(original, width=size[0], height=size[1]).unsqueeze(2)
     with torch.no_grad():
         _, expected = stock.prepare_latents([pixels], 1, 64, 32, 32, dtype, CPU, None)
@@ -107,14 +112,14 @@ def test_images_are_those_of_the_pipeline(size: tuple[int, int], dtype: torch.dt
     embeds = {"prompt_embeds": torch.zeros(1, 4, 8, dtype=dtype)}
     options = {"height": height, "width": width, "num_inference_steps": 2}
     (stock,) = stock_pipeline(folder, dtype)(latents=latents.clone(), **embeds, **options).images
-    ours = decode_latents(load_vae(folder, CPU, dtype), latents, size)
+    ours = decode_latents(our_vae(folder, CPU, dtype), latents, size)
     assert (ours.mode, ours.size) == ("RGBA", size) == (stock.mode, stock.size)
     assert ours.tobytes() == stock.tobytes()
     assert len(set(ours.getchannel("A").tobytes())) > 1
 
 
 def test_several_images_are_decoded_one_by_one(folder: ModelFolder) -> None:
-    vae, shapes = load_vae(folder, CPU, torch.float32), [(1, 2, 3), (1, 4, 2)]
+    vae, shapes = our_vae(folder, CPU, torch.float32), [(1, 2, 3), (1, 4, 2)]
     latents = torch.randn(14, 64, generator=torch.Generator().manual_seed(4))
     first, second = decode_images(vae, latents, shapes)
     assert (first.size, second.size) == ((48, 32), (32, 64))
@@ -143,7 +148,7 @@ def test_the_space_is_that_of_the_wrapped_vae() -> None:
 
 def test_an_image_of_another_mode_is_refused(folder: ModelFolder) -> None:
     """The VAE would read no alpha at all, or three channels as four."""
-    encoder = VaeEncoder(folder, CPU, torch.float32)
+    encoder = our_encoder(folder, CPU, torch.float32)
     with pytest.raises(ValueError, match="encodes RGBA images, found RGB"):
         encoder.pixels(transparent((64, 64)).convert("RGB"), (32, 32))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.transformer_21_judge import (
     MIXED_21,
     SWAPPED_21,
     TEXTS_21,
+    Sample,
     batch_of,
     multi_res_model,
     random_samples,
@@ -49,22 +51,28 @@ from tests.support.transformer_judge import (
 # ---- equal to the stock model ----------------------------------------------------------------------------------------
 
 
+@cache
+def unchanged(layout: str) -> QwenImage21MultiResTransformer2DModel:
+    """The model with the stock model's weights, for tests that only run it."""
+    return multi_res_model(stock_model(), layout)
+
+
 @pytest.mark.parametrize("draws", [1, slow(2), 4])
 @pytest.mark.parametrize("case", CASES_21)
 def test_batch_equals_stock_singles(layout: str, case: str, draws: int) -> None:
-    model, samples = multi_res_model(stock_model(), layout), random_samples(*CASES_21[case], draws=draws)
-    assert_equal(run_batched(model, samples), stock_run(CASES_21[case], draws))
+    samples = random_samples(*CASES_21[case], draws=draws)
+    assert_equal(run_batched(unchanged(layout), samples), stock_run(CASES_21[case], draws))
 
 
 @pytest.mark.parametrize("draws", [1, 3])
 def test_nan_in_the_padding_reaches_nothing(layout: str, draws: int) -> None:
-    model, samples = multi_res_model(stock_model(), layout), random_samples(*MIXED_21, draws=draws)
-    assert_equal(run_batched(model, samples, fill=math.nan), stock_run(MIXED_21, draws))
+    samples = random_samples(*MIXED_21, draws=draws)
+    assert_equal(run_batched(unchanged(layout), samples, fill=math.nan), stock_run(MIXED_21, draws))
 
 
 def test_draws_equal_separate_passes(layout: str) -> None:
     """The passes of our own model in the other shape of `timestep`."""
-    model, samples = multi_res_model(stock_model(), layout), random_samples(*COUNTS_21, draws=3)
+    model, samples = unchanged(layout), random_samples(*COUNTS_21, draws=3)
     found = run_batched(model, samples)
     passes = [run_batched(model, [sample.with_draw(k) for sample in samples]) for k in range(3)]
     outputs = [torch.cat(rows) for rows in zip(*(one.outputs for one in passes), strict=True)]
@@ -120,17 +128,24 @@ def test_gradient_checkpointing(layout: str) -> None:
     assert_equal(run_batched(model, random_samples(*COUNTS_21, draws=2)), stock_run(COUNTS_21, 2))
 
 
+@cache
+def stock_with_lora() -> tuple[dict[str, Tensor], Run]:
+    """The stock model's weights with those of an adapter, and its run of two draws."""
+    stock = stock_model()
+    stock.add_adapter(LORA_21)
+    return stock.state_dict(), run_singly(stock, random_samples(*MIXED_21, draws=2))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_lora_gradients(layout: str, checkpointing: bool) -> None:
-    stock, samples = stock_model(), random_samples(*MIXED_21, draws=2)
-    model = multi_res_model(stock, layout)
-    for each in (stock, model):
-        each.add_adapter(LORA_21)
-    model.load_state_dict(stock.state_dict())
+    weights, expected = stock_with_lora()
+    model = multi_res_model(stock_model(), layout)
+    model.add_adapter(LORA_21)
+    model.load_state_dict(weights)
     if checkpointing:
         model.train().enable_gradient_checkpointing()
-    found = run_batched(model, samples)
-    assert_equal(found, run_singly(stock, samples))
+    found = run_batched(model, random_samples(*MIXED_21, draws=2))
+    assert_equal(found, expected)
     assert all("lora_" in name for name in found.gradients)
 
 
@@ -153,12 +168,22 @@ def test_bfloat16_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
     assert_as_near(batched, run_singly(stock, samples), exact)
 
 
-def test_autocast_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
-    stock = stock_model()
+@pytest.fixture(scope="module")
+def autocast() -> tuple[list[Sample], Run, Run]:
+    """Samples, what the stock model makes of them under autocast, and in float32."""
     samples = [replace(s, sigma=s.sigma.bfloat16().float()) for s in random_samples(*COUNTS_21, draws=2)]
+    stock = stock_model()
     exact = run_singly(stock, samples)
     with torch.autocast("cpu", torch.bfloat16):
-        singly, batched = run_singly(stock, samples), run_batched(multi_res_model(stock, layout), samples)
+        return samples, run_singly(stock, samples), exact
+
+
+def test_autocast_is_as_near_to_float32_as_the_stock_model(
+    layout: str, autocast: tuple[list[Sample], Run, Run]
+) -> None:
+    samples, singly, exact = autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        batched = run_batched(unchanged(layout), samples)
     assert_as_near(batched, singly, exact)
 
 
@@ -270,6 +295,6 @@ def test_judge_notices(layout: str, mutant: str, monkeypatch: pytest.MonkeyPatch
     specification, module, name, replacement = MUTANTS[mutant]
     expected = stock_run(specification, 2)
     monkeypatch.setattr(module, name, replacement)
-    found = run_batched(multi_res_model(stock_model(), layout), random_samples(*specification, draws=2), fill=0.0)
+    found = run_batched(unchanged(layout), random_samples(*specification, draws=2), fill=0.0)
     assert output_error(found, expected) > MIN_MUTANT_ERROR
     assert gradient_error(found, expected) > MIN_MUTANT_ERROR

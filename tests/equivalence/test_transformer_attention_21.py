@@ -31,8 +31,8 @@ from tests.support.transformer_21_judge import (
     multi_res_model,
     random_samples,
     run_batched,
-    run_singly,
     stock_model,
+    stock_run,
 )
 from tests.support.transformer_judge import (
     MIN_MUTANT_ERROR,
@@ -82,8 +82,8 @@ def test_variable_length_kernel(layout: str, case: str, draws: int, monkeypatch:
     monkeypatch.setattr(qwen_image_21, "flash_takes", lambda *_: True)
     monkeypatch.setattr(qwen_image_21, "varlen_kernel", lambda: by_definition)
     monkeypatch.setattr(qwen_image_21, "dispatch_attention_fn", lambda *_, **__: pytest.fail("two kernels"))
-    stock, samples = stock_model(), random_samples(*CASES_21[case], draws=draws)
-    assert_equal(run_batched(multi_res_model(stock, layout), samples), run_singly(stock, samples))
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*CASES_21[case], draws=draws)
+    assert_equal(run_batched(model, samples), stock_run(CASES_21[case], draws))
 
 
 def test_kernel_calls_do_not_grow_with_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +107,8 @@ def test_flex_attention(layout: str, draws: int, monkeypatch: pytest.MonkeyPatch
     made, create = [], flex_attention.create_block_mask
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex_attention, "create_block_mask", lambda *a, **k: made.append(a) or create(*a, **k))
-    stock, samples = stock_model(), random_samples(*COUNTS_21, draws=draws)
-    expected, model = run_singly(stock, samples), multi_res_model(stock, layout)
+    model, samples = multi_res_model(stock_model(), layout), random_samples(*COUNTS_21, draws=draws)
+    expected = stock_run(COUNTS_21, draws)
     model.set_attention_backend("flex")
     assert_equal(run_batched(model, samples), expected)
     assert len(made) == 2, "one mask for the row, and one for the last block's draws"
@@ -182,8 +182,8 @@ def test_judge_notices_a_wrong_block_mask(monkeypatch: pytest.MonkeyPatch) -> No
     def seeing_all(sample: Any) -> Any:
         return [replace(segment, keys=((0, sample.length - sample.padding),)) for segment in segments(sample)]
 
-    stock, samples = stock_model(), random_samples(*MIXED_21, draws=2)
-    expected, model = run_singly(stock, samples), multi_res_model(stock, "packed")
+    model, samples = multi_res_model(stock_model(), "packed"), random_samples(*MIXED_21, draws=2)
+    expected = stock_run(MIXED_21, 2)
     model.set_attention_backend("flex")
     monkeypatch.setattr(joint_row.JointSample, "draw_segments", property(seeing_all))
     with torch.no_grad():

@@ -40,16 +40,17 @@ class Both:
     stock: Any
     images: list[Image.Image] = field(default_factory=list)
 
-    def call(self, *, seeds: Sequence[int] = (3,), **arguments: Any) -> tuple[Any, Any]:
+    def call(self, **arguments: Any) -> tuple[Any, Any]:
         """The images of both, two steps at 96×64 when nothing else is said."""
+        return self.call_one(self.ours, **arguments), self.call_one(self.stock, **arguments)
+
+    def call_one(self, pipeline: Any, *, seeds: Sequence[int] = (3,), **arguments: Any) -> Any:
+        """The images of one of them."""
         if self.images and "image" not in arguments:
             arguments["image"] = self.images if len(self.images) > 1 else self.images[0]
         arguments = {"num_inference_steps": 2, "height": 64, "width": 96} | arguments
-        results = []
-        for pipeline in (self.ours, self.stock):
-            generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-            results.append(pipeline(generator=generators if seeds[1:] else generators[0], **arguments))
-        return results[0], results[1]
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        return pipeline(generator=generators if seeds[1:] else generators[0], **arguments)
 
     def trace(self, **arguments: Any) -> tuple[list[Any], list[Any]]:
         """All that goes from part to part in both, and last what they return."""
