@@ -230,15 +230,15 @@ def test_the_costs_of_a_cache_are_measured_command_by_command(
     """On a source and a cache of it that `build` finds up to date, and to which it adds one sample."""
     tool: Any = load_tool("bench_scale")
     monkeypatch.syspath_prepend(str(ROOT / "tools"))  # it imports bench_plan
-    monkeypatch.setattr(tool, "LEAST", 100)
-    monkeypatch.setattr(tool, "QUICK", (200,))
+    monkeypatch.setattr(tool, "LEAST", 30)
+    monkeypatch.setattr(tool, "QUICK", (60,))
     names = [name for name in tool.COMMANDS if "inspect" not in name]
 
     def measured(folder: Path, name: str) -> dict[str, float]:
         """In this process."""
         done.append(name)
         tool.run_once(folder, name)
-        return {"seconds": 1.0, "anonymous": 1000 * (len(done) > len(names) + 1), "resident": 5000, "cpu": 2.0}
+        return {"seconds": 1.0, "anonymous": 300 * (len(done) > len(names) + 1), "resident": 5000, "cpu": 2.0}
 
     done: list[str] = []
     monkeypatch.setattr(tool, "measured", measured)
@@ -246,12 +246,12 @@ def test_the_costs_of_a_cache_are_measured_command_by_command(
     monkeypatch.setattr(sys, "argv", ["bench_scale", *options])
     tool.main()
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert [each["rows"] for each in report["sizes"]] == [100, 200]
+    assert [each["rows"] for each in report["sizes"]] == [30, 60]
     assert all(list(each["commands"]) == names for each in report["sizes"])
     assert not list(tmp_path.iterdir())
     tool.show(report)
     shown = capsys.readouterr().out
-    assert "200 rows, an index of" in shown
+    assert "60 rows, an index of" in shown
     assert "| open | 1.0 | 2.0 | 1.00 | 10 | 0 |" in shown
 
 

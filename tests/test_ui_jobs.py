@@ -513,27 +513,25 @@ def test_jobs_that_came_with_a_folder_do_not_start(folder: Path, starts: dict[st
     assert not (folder / "foreign").exists()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"command": {"program": "sh"}},
-        {"command": {"program": "qwen-cache", "environment": {"LD_PRELOAD": "./x.so"}}},
-        {"command": {"program": "qwen-cache", "environment": 1}},
-        {"about": []},
-        {"created": "now"},
-        {"signature": "\u00e9"},
-    ],
-    ids=str,
-)
-def test_a_planted_job_neither_runs_nor_ends_the_queue(
-    folder: Path, starts: dict[str, Sequence[str]], change: dict[str, Any]
-) -> None:
-    id = add(Queue(folder, starts), "fail")
-    file = folder / ".qwen-ui/jobs" / id / "job.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+PLANTED: dict[str, dict[str, Any]] = {
+    "another program": {"command": {"program": "sh"}},
+    "a library": {"command": {"program": "qwen-cache", "environment": {"LD_PRELOAD": "./x.so"}}},
+    "no environment": {"command": {"program": "qwen-cache", "environment": 1}},
+    "no page": {"about": []},
+    "no time": {"created": "now"},
+    "no signature": {"signature": "\u00e9"},
+}
+
+
+def test_planted_jobs_neither_run_nor_end_the_queue(folder: Path, starts: dict[str, Sequence[str]]) -> None:
+    ids = {what: add(Queue(folder, starts), "fail") for what in PLANTED}
+    for what, change in PLANTED.items():
+        file = folder / ".qwen-ui/jobs" / ids[what] / "job.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with Queue(folder, starts) as queue:
         wait_for(queue, add(queue, "say", "", ""), "done")
-        assert ("signature" in change) == any(job.id == id for job in queue.list_all()[1])
+        listed = [job.id for job in queue.list_all()[1]]
+        assert [what for what, id in ids.items() if id in listed] == ["no signature"]
 
 
 def test_an_ended_job_that_was_changed_is_nobodys_own(folder: Path, starts: dict[str, Sequence[str]]) -> None:
@@ -548,32 +546,31 @@ def test_an_ended_job_that_was_changed_is_nobodys_own(folder: Path, starts: dict
     assert (found["state"], found["about"], found["is_own"]) == ("done", {"page": "planted.html"}, False)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        (ENDED, {"time": "x", "code": "y"}),
-        (STARTED, {"time": [1], "pid": "a", "began": 3}),
-        ("job.json", {"devices": [1, {}]}),
-        ("job.json", {"argv": [[]]}),
-        ("job.json", {"id": "../../x"}),
-        ("../queue.json", {"order": 5}),
-        ("../queue.json", {"order": [[1]]}),
-    ],
-)
-def test_a_planted_file_does_not_end_the_queue(
-    folder: Path, starts: dict[str, Sequence[str]], name: str, content: dict[str, Any]
+FILES: list[tuple[str, dict[str, Any]]] = [
+    (ENDED, {"time": "x", "code": "y"}),
+    (STARTED, {"time": [1], "pid": "a", "began": 3}),
+    ("job.json", {"devices": [1, {}]}),
+    ("job.json", {"argv": [[]]}),
+    ("job.json", {"id": "../../x"}),
+]
+
+
+@pytest.mark.parametrize("planted", [FILES, [("../queue.json", {"order": 5})], [("../queue.json", {"order": [[1]]})]])
+def test_planted_files_do_not_end_the_queue(
+    folder: Path, starts: dict[str, Sequence[str]], planted: list[tuple[str, dict[str, Any]]]
 ) -> None:
     """Times and codes that are none would make it impossible to order the jobs of others."""
-    ids = [add(Queue(folder, starts), "fail") for _ in range(2)]
+    untouched, *ids = [add(Queue(folder, starts), "fail") for _ in range(1 + len(planted))]
     jobs = folder / ".qwen-ui/jobs"
-    for id in ids:
+    for id in (untouched, *ids):
         (jobs / id / ENDED).write_text(json.dumps({"time": 1, "code": 1}))
-    file = jobs / ids[0] / name
-    before = json.loads(file.read_text()) if name == "job.json" else {}
-    file.write_text(json.dumps(before | content))
+    for id, (name, content) in zip(ids, planted, strict=True):
+        file = jobs / id / name
+        before = json.loads(file.read_text()) if name == "job.json" else {}
+        file.write_text(json.dumps(before | content))
     with Queue(folder, starts) as queue:
         wait_for(queue, add(queue, "say", "", ""), "done")
-        assert ids[1] in [job.id for job in queue.list()]
+        assert untouched in [job.id for job in queue.list()]
         assert all(type(job.ended) in (int, float, type(None)) for job in queue.list())
 
 

@@ -172,7 +172,7 @@ def wide_vae() -> AutoencoderKLQwenImage:
 
 
 @pytest.mark.fast_cases(1)
-@pytest.mark.parametrize("size", [(64, 64), (96, 32)])
+@pytest.mark.parametrize("size", [(32, 48), (96, 32)])
 def test_two_dimensions_give_what_three_give_with_nothing_before_the_image(
     size: Size, wide_vae: AutoencoderKLQwenImage
 ) -> None:

@@ -32,6 +32,7 @@ from tests.support.transformer_judge import (
     MIXED,
     TINY,
     Run,
+    Sample,
     assert_as_near,
     assert_equal,
     multi_res_model,
@@ -62,13 +63,23 @@ def test_compiled_whole_for_successive_mixtures(layout: str, real_aot_eager: Cal
     assert counters["stats"]["unique_graphs"], "nothing was compiled"
 
 
-def test_autocast_is_as_near_to_float32_as_the_stock_model(layout: str) -> None:
-    """Rounding differs with the shape of every product, so the measure is float32."""
-    stock = stock_model(zero_cond_t=True)
+@pytest.fixture(scope="module")
+def autocast() -> tuple[list[Sample], Run, Run]:
+    """Samples, what the stock model makes of them under autocast, and in float32."""
     samples = [replace(sample, sigma=sample.sigma.bfloat16().float()) for sample in random_samples(*COUNTS)]
+    stock = stock_model(zero_cond_t=True)
     exact = run_singly(stock, samples)
     with torch.autocast("cpu", torch.bfloat16):
-        singly, batched = run_singly(stock, samples), run_batched(multi_res_model(stock, layout), samples)
+        return samples, run_singly(stock, samples), exact
+
+
+def test_autocast_is_as_near_to_float32_as_the_stock_model(
+    layout: str, autocast: tuple[list[Sample], Run, Run]
+) -> None:
+    """Rounding differs with the shape of every product, so the measure is float32."""
+    samples, singly, exact = autocast
+    with torch.autocast("cpu", torch.bfloat16):
+        batched = run_batched(multi_res_model(stock_model(zero_cond_t=True), layout), samples)
     assert_as_near(batched, singly, exact)
 
 
