@@ -6,7 +6,6 @@ and the formula of Diffusion-DPO written out.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,10 @@ from qwen_train import train as training
 from qwen_train.data.batches import NoisedSample
 from qwen_train.data.planned import check_objective, unused_parts
 from qwen_train.data.samples import Mixture
+from qwen_train.memory import plan as plan_module
+from qwen_train.memory.plan import Workload
+from qwen_train.memory.prediction import Memory
+from qwen_train.memory.sizes import SampleSize
 from qwen_train.training import loss as loss_module
 from qwen_train.training.best import best_of
 
@@ -285,18 +288,25 @@ def test_two_processes_equal_one(preferring: Preferring, tmp_path: Path, fsdp: b
 # ---- what is counted, said and refused -------------------------------------------------------------------------------
 
 
-def planned(train: Trainer, **changes: Any) -> dict[str, Any]:
-    result = run("qwen-train", "plan", *train.arguments(**changes)[1:], "--json")
-    assert result.code == 0, result.stderr
-    return dict(json.loads(result.stdout))
+def test_plan_counts_both_images_of_a_pair(
+    preferring: Preferring, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And predicts the memory of both; `tests/test_memory.py` judges that of several rows."""
+    train, predicted = preferring("edit-plus", tmp_path), list[list[SampleSize]]()
 
+    def predict(_: object, __: object, batch: list[SampleSize], **___: object) -> Memory:
+        predicted.append(batch)
+        return Memory(0, 0, 0, 0, 0, 0)
 
-def test_plan_counts_both_images_of_a_pair(preferring: Preferring, tmp_path: Path) -> None:
-    train = preferring("edit-plus", tmp_path)
-    one, pair = planned(train), planned(train, train__dpo__beta=BETA)
-    assert one["largest_batch"]["samples"] == pair["largest_batch"]["samples"] == 1
-    assert pair["largest_batch"]["tokens"] >= 2 * one["largest_batch"]["tokens"]
-    assert pair["memory"]["activations"] > 1.5 * one["memory"]["activations"]
+    def planned(**changes: Any) -> dict[str, int]:
+        config = train.config(**changes)
+        return dict(plan_module.plan(config, Workload.of(config), None)["largest_batch"])
+
+    monkeypatch.setattr(plan_module, "predict_memory", predict)
+    one, pair = planned(), planned(train__dpo__beta=BETA)
+    assert one["samples"] == pair["samples"] == 1
+    assert pair["tokens"] >= 2 * one["tokens"]
+    assert [*map(len, predicted)] == [1, 1, 2, 2]
 
 
 def test_rejected_images_that_are_not_trained_are_said_and_what_cannot_work_is_refused(

@@ -7,9 +7,9 @@ LoRA, diffusers' `set_adapters` for the strength, and the stock scheduler for ge
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,18 @@ from torch._dynamo.utils import counters
 
 from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
+from qwen_cache.models.family import family_of_transformer
+from qwen_cache.settings.load import load_config
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
 from qwen_train.data.planned import check_objective, unused_parts
 from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength
+from qwen_train.memory.cost import CARDS, Way, Work, step_seconds
+from qwen_train.memory.plan import Workload
+from qwen_train.memory.sizes import tokens_of
+from qwen_train.model.combinations import with_layout
 from qwen_train.model.compilation import TORCH
 from qwen_train.run import image_titles
 from qwen_train.training import loss as loss_module
@@ -371,11 +377,13 @@ def test_brightness_rises_with_the_strength(tmp_path: Path, tiny_model: Callable
 def test_plan_counts_the_larger_image_of_a_pair_the_image_to_generate_and_the_passes(
     sliding: Sliding, tmp_path: Path
 ) -> None:
-    def planned(kind: str, *options: str, **changes: Any) -> dict[str, Any]:
-        arguments = sliding("edit-plus", kind, tmp_path).arguments(**changes)[1:]
-        result = run("qwen-train", "plan", *arguments, "--json", *options)
-        assert result.code == 0, result.stderr
-        return dict(json.loads(result.stdout))
+    def planned(kind: str, **changes: Any) -> tuple[int, float]:
+        """The tokens of the largest batch of one sample, and the seconds of its step."""
+        config = with_layout(sliding("edit-plus", kind, tmp_path).config(**changes), "cuda")
+        workload = Workload.of(config)
+        work = Work.of(workload.transformer, config, workload.batch)
+        seconds = step_seconds(workload.transformer, config, work, Way(0), CARDS["RTX 4090"], "none", 0)
+        return tokens_of(workload.batch, config.train, family_of_transformer(workload.transformer)), seconds
 
     def most(kind: str) -> int:
         """The most tokens of a row: with the larger of its two images."""
@@ -385,26 +393,24 @@ def test_plan_counts_the_larger_image_of_a_pair_the_image_to_generate_and_the_pa
         images = (sum(map(math.prod, each)) for each in shapes)
         return max(tokens + meta.text_length for tokens, meta in zip(images, rows, strict=True))
 
-    assert planned("pairs", **IMAGES)["largest_batch"]["tokens"] == most("pairs")
-    assert planned("generated", **GENERATED)["largest_batch"]["tokens"] == most("generated")
-    kinds = (("pairs", IMAGES), ("targets", PROMPTS), ("generated", GENERATED))
-    fits = (planned(kind, "--fit", "--gpu-memory", "24GB", **changes)["fit"] for kind, changes in kinds)
-    pairs, targets, generated = (fit["choices"][0]["seconds"] for fit in fits)
+    kinds = {"pairs": IMAGES, "targets": PROMPTS, "generated": GENERATED}
+    tokens, seconds = zip(*(planned(kind, **changes) for kind, changes in kinds.items()), strict=True)
+    assert tokens == tuple(map(most, kinds))
     # Launches decide, as many in a forward pass as in a backward; 2 passes on average are those of a generation.
-    assert (targets / pairs, generated / pairs) == (pytest.approx(5 / 2, rel=0.1), pytest.approx(7 / 2, rel=0.1))
+    assert [each / seconds[0] for each in seconds] == pytest.approx([1, 5 / 2, 7 / 2], rel=0.1)
 
 
 def test_several_caches_have_targets_or_have_none(sliding: Sliding, tmp_path: Path) -> None:
-    for kinds, code, message in (
-        (("generated", "generated"), 0, "largest batch"),
-        (("targets", "generated"), 2, "a slider is trained on targets or on generated images"),
+    for kinds, message in (
+        (("generated", "generated"), None),
+        (("targets", "generated"), "a slider is trained on targets or on generated images"),
     ):
         caches = [{"path": str(sliding("edit-plus", kind, tmp_path).cache)} for kind in kinds]
         train = sliding("edit-plus", "generated", tmp_path)
         _, _, *options = train.arguments(train__caches=caches, **GENERATED)
-        result = run("qwen-train", "plan", *options)
-        assert result.code == code, result.stderr
-        assert message in result.stdout + result.stderr
+        config = load_config(None, list(map(str, options[3::2])), model__path=str(train.model))
+        with pytest.raises(ConfigError, match=message) if message else nullcontext():
+            Workload.of(config)
 
 
 def test_what_cannot_work_is_refused(sliding: Sliding, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ PHOTOGRAPHS = ("china.jpg", "flower.jpg", "coffee.png", "chelsea.png")
 
 
 def write_preferences(folder: Path, count: int, *, rejected: bool = True) -> Path:
-    """Rows that prefer the bright image: every second rejected image has another shape, every third row no control."""
+    """Rows that prefer the bright image: every second rejected image is larger, every third row no control."""
     folder.mkdir(parents=True)
     rows = []
     for i in range(count):
@@ -21,7 +21,7 @@ def write_preferences(folder: Path, count: int, *, rejected: bool = True) -> Pat
         images = {
             "target": ImageEnhance.Brightness(photo).enhance(1.5),
             "control": photo,
-            "rejected": ImageEnhance.Brightness(photo.resize((220, 80) if i % 2 else (150, 100))).enhance(0.3),
+            "rejected": ImageEnhance.Brightness(photo.resize((200, 100) if i % 2 else (150, 100))).enhance(0.3),
         }
         images = {role: each for role, each in images.items() if role != "control" or i % 3}
         images = images if rejected else {role: each for role, each in images.items() if role != "rejected"}

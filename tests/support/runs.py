@@ -114,8 +114,8 @@ class Trainer:
         return load_config(None, [str(it) for it in assignments[1::2]], cache__path=str(cache), model__path=str(model))
 
     def prepared(self, **changes: Any) -> training.Prepared:
-        """A run that is ready for its first step."""
-        with starting(self.config(**changes), Launch()) as start:
+        """A run that is ready for its first step; without predicting memory, as in `run_training`."""
+        with starting(self.config(**changes), Launch()) as start, patch.object(prepare, "print_memory"):
             return training.prepare(start)
 
     def batches(self, **changes: Any) -> Batches:
