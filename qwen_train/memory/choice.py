@@ -135,10 +135,10 @@ class Candidate:
 
     def changes(self, settings: Config) -> dict[str, Any]:
         """The values that differ from `settings`, but for what train.compile=auto decides in the same way."""
-        flat = settings.flat()
-        as_auto = flat[COMPILE] == "auto" and not (self.settings[OFFLOAD] and self.settings[COMPILE])
+        given = {name: value_of(settings, name) for name in self.settings}
+        as_auto = given[COMPILE] == "auto" and not (self.settings[OFFLOAD] and self.settings[COMPILE])
         names = [name for name in self.settings if name != COMPILE or not as_auto]
-        return {name: self.settings[name] for name in names if self.settings[name] != flat[name]}
+        return {name: self.settings[name] for name in names if self.settings[name] != given[name]}
 
     def is_exact(self, settings: Config) -> bool:
         """True if it leaves the result of `settings` the same, but for the order of sums."""
@@ -148,6 +148,12 @@ class Candidate:
         """The settings to change, in words."""
         changes = self.changes(settings).items()
         return " ".join(f"{name}={json.dumps(value)}" for name, value in changes).replace('"', "") or "as it is set"
+
+
+def value_of(settings: Config, name: str) -> Any:
+    """The value of a setting by its dotted name."""
+    section, key = name.split(".")
+    return getattr(getattr(settings, section), key)
 
 
 # ---- one candidate ---------------------------------------------------------------------------------------------------

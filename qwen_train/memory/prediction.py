@@ -73,7 +73,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(astuple(self))
+        return sum(vars(self).values())
 
 
 def predict_memory(

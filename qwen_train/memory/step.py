@@ -58,13 +58,14 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def frozen_bytes(model: nn.Module, transformer: Mapping[str, Any]) -> tuple[int, int]:
-    """The bytes of the frozen weights; and of a single file, those of its largest quantised one when unpacked."""
+    """The bytes of the frozen weights of a model, or of its blocks alone; and of a single file, those of its largest
+    quantised one when unpacked."""
     frozen = {parameter for parameter in model.parameters() if not parameter.requires_grad}
     total, unpacked = float(sum(map(_bytes, frozen))), 0
     of_file = transformer.get("quantization_config") or {}
     if "bytes_per_weight" not in of_file:
         return int(total), 0
-    blocks: Any = model.transformer_blocks
+    blocks: Any = getattr(model, "transformer_blocks", model)
     for module in blocks.modules():
         if isinstance(module, nn.Linear) and module.weight in frozen:
             scale = module.scale if isinstance(module, QuantizedLinear) else None
@@ -390,6 +391,5 @@ def probes(kind: BatchKind, padded: bool, draws: int, family: Family) -> list[li
 
 def block_bytes(transformer: dict[str, Any], settings: Config) -> int:
     """The bytes of one block's frozen weights."""
-    models = (on_meta({**transformer, "num_layers": n}, settings).requires_grad_(False) for n in (1, 2))
-    one, two = (frozen_bytes(model, transformer)[0] for model in models)
-    return two - one
+    model = on_meta({**transformer, "num_layers": 1}, settings).requires_grad_(False)
+    return frozen_bytes(model.transformer_blocks, transformer)[0]
