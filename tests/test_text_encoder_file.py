@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from qwen_cache import open_cache
 from qwen_cache.encode import preflight
@@ -59,11 +60,6 @@ def stock_of(model: Path) -> Any:
     return kind.from_pretrained(folder)
 
 
-def write(path: Path, model: Path, layout: str) -> dict[str, Tensor]:
-    """Write the model's text encoder as ComfyUI's file, and return the weights that it means."""
-    return write_safetensors(path, text_weights_of(stock_of(model)), layout, is_text_matrix, prefix="")
-
-
 @pytest.fixture(scope="module")
 def model(tiny_model: Callable[[str], Path]) -> Path:
     return tiny_model("edit-plus")
@@ -90,17 +86,37 @@ def without_text_encoder(model: Path, folder: Path) -> Path:
     return folder
 
 
-def meant_folder(model: Path, folder: Path, meant: dict[str, Tensor]) -> Path:
-    """The model with these weights in its text encoder, saved by transformers."""
-    without_text_encoder(model, folder)
-    stock = stock_of(model)
-    names = text_weights_of(stock)
-    parameters = dict(zip(names, stock.parameters(), strict=True))
-    with torch.no_grad():
-        for name, weight in meant.items():
-            parameters[name].copy_(weight)
-    stock.save_pretrained(folder / "text_encoder")
-    return folder
+class Saved:
+    """The text encoder of a model, with the weights that a layout of ComfyUI's files keeps of it; made once."""
+
+    def __init__(self, model: Path, layout: str, folder: Path) -> None:
+        self.model, self.folder, self.stock = model, folder, stock_of(model)
+        self.file = folder / f"{layout}.safetensors"
+        self.weights = write_safetensors(self.file, text_weights_of(self.stock), layout, is_text_matrix, prefix="")
+
+    @cached_property
+    def meant(self) -> Path:
+        """The model with the weights that the file means in its text encoder, saved by transformers."""
+        parameters = dict(zip(text_weights_of(self.stock), self.stock.parameters(), strict=True))
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                parameters[name].copy_(weight)
+        meant = without_text_encoder(self.model, self.folder / "meant")
+        self.stock.save_pretrained(meant / "text_encoder")
+        return meant
+
+
+Saving = Callable[..., Saved]
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Saving:
+    """`saved("bf16")`, which tests only read: a file, and the folder that the judge loads."""
+
+    def save(layout: str, variant: str = "edit-plus") -> Saved:
+        return Saved(tiny_model(variant), layout, tmp_path_factory.mktemp(f"{variant}-{layout}"))
+
+    return cache(save)
 
 
 def two(encoder: TextEncoder) -> list[TextRequest]:
@@ -115,13 +131,12 @@ def two(encoder: TextEncoder) -> list[TextRequest]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("variant", ["edit-plus", "qwen-image-21"])
 def test_embeddings_are_those_of_the_stock_class_with_the_weights_of_the_file(
-    tmp_path: Path, tiny_model: Callable[[str], Path], variant: str, layout: str
+    tmp_path: Path, saved: Saving, variant: str, layout: str
 ) -> None:
-    model, file = tiny_model(variant), tmp_path / "a.safetensors"
-    theirs = meant_folder(model, tmp_path / "meant", write(file, model, layout))
-    ours = without_text_encoder(model, tmp_path / "bare")
+    of_layout = saved(layout, variant)
+    ours = without_text_encoder(of_layout.model, tmp_path / "bare")
     embeds, encoders = [], []
-    for folder, name in ((ours, str(file)), (theirs, None)):
+    for folder, name in ((ours, str(of_layout.file)), (of_layout.meant, None)):
         encoders.append(TextEncoder(open_model(str(folder), ENCODER_PARTS, text_encoder=name), CPU, torch.float32))
         encoded = encoders[-1].encode(two(encoders[-1]))
         embeds.append([torch.cat([it.prefix, it.prompt, it.empty]) for it in encoded])
@@ -141,9 +156,8 @@ def test_embeddings_are_those_of_the_stock_class_with_the_weights_of_the_file(
         assert not found[name].requires_grad
 
 
-def test_a_prompt_does_not_depend_on_its_batch(tmp_path: Path, model: Path) -> None:
-    write(tmp_path / "a.safetensors", model, "convrot")
-    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(tmp_path / "a.safetensors"))
+def test_a_prompt_does_not_depend_on_its_batch(model: Path, saved: Saving) -> None:
+    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(saved("convrot").file))
     alone, together = (TextEncoder(opened, CPU, torch.float32, tokens) for tokens in (1, 10_000))
     requests = [TextRequest(alone.inputs(images(i + 1)), "make it blue", ()) for i in range(2)]
     for request, found in zip(requests, together.encode(requests), strict=True):
@@ -153,14 +167,10 @@ def test_a_prompt_does_not_depend_on_its_batch(tmp_path: Path, model: Path) -> N
 
 
 @pytest.mark.parametrize(("variant", "layout"), [("edit-plus", "bf16"), ("qwen-image-21", "convrot")])
-def test_a_build_needs_no_other_weights(
-    tmp_path: Path, pairs: Path, tiny_model: Callable[[str], Path], variant: str, layout: str
-) -> None:
-    model, file = tiny_model(variant), tmp_path / "a.safetensors"
-    theirs = meant_folder(model, tmp_path / "meant", write(file, model, layout))
-    ours = without_text_encoder(model, tmp_path / "bare")
-    caches = []
-    for folder, options in ((ours, ("--text-encoder", str(file))), (theirs, ())):
+def test_a_build_needs_no_other_weights(tmp_path: Path, pairs: Path, saved: Saving, variant: str, layout: str) -> None:
+    of_layout, caches = saved(layout, variant), []
+    ours = without_text_encoder(of_layout.model, tmp_path / "bare")
+    for folder, options in ((ours, ("--text-encoder", str(of_layout.file))), (of_layout.meant, ())):
         built = build(pairs, tmp_path / f"shards-{folder.name}", folder, *options)
         assert built.code == 0, built.stderr
         caches.append(open_cache(tmp_path / f"shards-{folder.name}"))
@@ -179,12 +189,12 @@ def test_a_build_needs_no_other_weights(
 
 
 def test_a_cache_belongs_to_the_content_of_the_file(
-    tmp_path: Path, pairs: Path, bare: Path, model: Path, fast: list[FakeLanes]
+    tmp_path: Path, pairs: Path, bare: Path, model: Path, fast: list[FakeLanes], saved: Saving
 ) -> None:
     """And of config.json, not to their names."""
     out, file, other = tmp_path / "shards", tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    write(file, model, "bf16")
-    write(other, model, "scale_weight")
+    shutil.copy(saved("bf16").file, file)
+    shutil.copy(saved("scale_weight").file, other)
     assert build(pairs, out, bare, "--text-encoder", str(file)).code == 0
     moved = file.rename(tmp_path / "moved.safetensors")
     assert plan(pairs, out, bare, "--text-encoder", str(moved))["cached"] == 4
@@ -198,20 +208,19 @@ def test_a_cache_belongs_to_the_content_of_the_file(
 
 
 def test_memory_is_planned_for_8_bits(
-    tmp_path: Path, pairs: Path, bare: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, pairs: Path, bare: Path, monkeypatch: pytest.MonkeyPatch, saved: Saving
 ) -> None:
     """The memory of weights that are quantised on loading, also if some wait in host memory."""
 
     def planned(layout: str, *options: str) -> dict[str, Any]:
-        write(tmp_path / layout, model, layout)
-        options = ("--text-encoder", str(tmp_path / layout), *options)
+        options = ("--text-encoder", str(saved(layout).file), *options)
         return dict(plan(pairs, tmp_path / "shards", bare, *options)["memory"][0])
 
     int8, on_gpu = ("--set", "cache.text_quantization=int8"), ("--vae-device", "cuda:0", "--text-device", "cuda:0")
     needed = planned("scale_weight")
     assert needed == planned("convrot") == planned("bf16", *int8)
     assert needed["needed"] < planned("bf16")["needed"]
-    opened = open_model(str(bare), ENCODER_PARTS, text_encoder=str(tmp_path / "scale_weight"))
+    opened = open_model(str(bare), ENCODER_PARTS, text_encoder=str(saved("scale_weight").file))
     loaded = bytes_of(TextEncoder(opened, CPU, torch.float32).model)
     assert loaded <= needed["encoders"]["text_encoder"]["weights"] < 1.01 * loaded  # whose parameters are aligned
     partly = planned("scale_weight", *on_gpu)
@@ -222,16 +231,13 @@ def test_memory_is_planned_for_8_bits(
     assert settings == ["cache.text_offload=true"], "nothing is advised that is refused"
 
 
-def test_plan_counts_8_bits_beside_training(
-    tmp_path: Path, bare: Path, model: Path, built: Callable[..., Path]
-) -> None:
+def test_plan_counts_8_bits_beside_training(bare: Path, built: Callable[..., Path], saved: Saving) -> None:
     def planned(*options: str) -> dict[str, Any]:
         result = run("qwen-train", "plan", built("edit-plus"), "--model", bare, "--json", *options)
         assert result.code == 0, result.stderr
         return dict(json.loads(result.stdout))
 
-    write(tmp_path / "a.safetensors", model, "convrot")
-    whole, small = planned(), planned("--text-encoder", str(tmp_path / "a.safetensors"))
+    whole, small = planned(), planned("--text-encoder", str(saved("convrot").file))
     assert small["build"]["text_encoder"] < whole["build"]["text_encoder"]
     assert small["build"]["vae"] == whole["build"]["vae"]
     assert small["predict"]["sequential"] <= whole["predict"]["sequential"]
@@ -276,9 +282,8 @@ def test_what_is_no_file_of_weights_is_refused(tmp_path: Path, config: dict[str,
     assert "this is a pickle" in refusal(tmp_path / "a.bin", config)
 
 
-def test_another_size_is_refused_before_it_is_loaded(tmp_path: Path, model: Path, config: dict[str, Any]) -> None:
-    path = tmp_path / "a.safetensors"
-    write(path, model, "bf16")
+def test_another_size_is_refused_before_it_is_loaded(config: dict[str, Any], saved: Saving) -> None:
+    path = saved("bf16").file
     open_text_encoder(str(path), config)
     text, vision = config["text_config"], config["vision_config"]
     for changes, message in (
@@ -293,10 +298,8 @@ def test_another_size_is_refused_before_it_is_loaded(tmp_path: Path, model: Path
         assert "→ name a file of this model's text encoder, qwen2_5_vl, or its own model with --model" in found
 
 
-def test_what_is_missing_left_over_or_of_another_shape_is_named(tmp_path: Path, model: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    write(path, model, "bf16")
-    stored = load_file(path)
+def test_what_is_missing_left_over_or_of_another_shape_is_named(tmp_path: Path, model: Path, saved: Saving) -> None:
+    path, stored = tmp_path / "a.safetensors", load_file(saved("bf16").file)
     assert "lm_head.weight" in stored
     for changes, message in (
         ({f"{Q}.weight": None}, f"{INSIDE}.weight (expected (64, 64), found no such tensor)"),
@@ -315,10 +318,8 @@ def test_what_is_missing_left_over_or_of_another_shape_is_named(tmp_path: Path, 
         assert f"the file does not have the parameters of the model in model.path: {message}" in str(error.value)
 
 
-def test_other_quantisations_are_refused(tmp_path: Path, model: Path, config: dict[str, Any]) -> None:
-    path = tmp_path / "a.safetensors"
-    write(path, model, "convrot")
-    stored = load_file(path)
+def test_other_quantisations_are_refused(tmp_path: Path, config: dict[str, Any], saved: Saving) -> None:
+    path, stored = tmp_path / "a.safetensors", load_file(saved("convrot").file)
     nvfp4 = torch.tensor(list(b'{"format": "nvfp4"}'), dtype=torch.uint8)
     for changes, message in (
         (
@@ -332,8 +333,7 @@ def test_other_quantisations_are_refused(tmp_path: Path, model: Path, config: di
     ):
         save_file({name: tensor for name, tensor in (stored | changes).items() if tensor is not None}, path)
         assert message in refusal(path, config)
-    write(path, model, "bf16")
-    whole = path.read_bytes()
+    whole = saved("bf16").file.read_bytes()
     begin = 8 + int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8:begin])
     header["model.norm.weight"]["dtype"] = "F4"  # a dtype of safetensors that torch does not load
@@ -342,17 +342,15 @@ def test_other_quantisations_are_refused(tmp_path: Path, model: Path, config: di
     assert "language_model.norm.weight: weights of this dtype are not read (expected F32" in refusal(path, config)
 
 
-def test_a_quantised_file_is_not_quantised_again(tmp_path: Path, pairs: Path, bare: Path, model: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    write(path, model, "convrot")
-    options = ("--text-encoder", str(path), "--set", "cache.text_quantization=fp8")
+def test_a_quantised_file_is_not_quantised_again(tmp_path: Path, pairs: Path, bare: Path, saved: Saving) -> None:
+    options = ("--text-encoder", str(saved("convrot").file), "--set", "cache.text_quantization=fp8")
     result = build(pairs, tmp_path / "shards", bare, *options)
     what = "cache.text_quantization=fp8 is for weights that are not quantised yet (found int8_convrot weights)"
     refused(result, what, "→ set cache.text_quantization=none: the file is loaded as it was saved")
 
 
 def test_a_device_that_cannot_compute_with_it_is_refused(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, saved: Saving
 ) -> None:
     """Such as fp8 on MPS."""
 
@@ -360,8 +358,7 @@ def test_a_device_that_cannot_compute_with_it_is_refused(
         raise TypeError("Trying to convert Float8_e4m3fn to the MPS backend")
 
     monkeypatch.setattr(quantization, "quantize", convert)
-    write(tmp_path / "a.safetensors", model, "scale_weight")
-    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(tmp_path / "a.safetensors"))
+    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(saved("scale_weight").file))
     with pytest.raises(DeviceError, match=r"model\.text_encoder=fp8: cpu cannot compute with such weights"):
         TextEncoder(opened, CPU, torch.float32)
 
@@ -370,7 +367,7 @@ def test_a_device_that_cannot_compute_with_it_is_refused(
 
 
 def test_of_the_hub_only_the_configuration_is_downloaded(
-    tmp_path: Path, bare: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    bare: Path, monkeypatch: pytest.MonkeyPatch, saved: Saving
 ) -> None:
     asked: list[Any] = []
 
@@ -379,18 +376,16 @@ def test_of_the_hub_only_the_configuration_is_downloaded(
         return bare
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    write(tmp_path / "a.safetensors", model, "bf16")
-    open_model("Qwen/Qwen-Image-Edit-2509", ENCODER_PARTS, text_encoder=str(tmp_path / "a.safetensors"))
+    open_model("Qwen/Qwen-Image-Edit-2509", ENCODER_PARTS, text_encoder=str(saved("bf16").file))
     assert asked == ["model_index.json", "vae/*", "text_encoder/config.json", "tokenizer/*", "processor/*"]
 
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_weights_may_wait_in_host_memory(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, offload: bool
+    model: Path, monkeypatch: pytest.MonkeyPatch, offload: bool, saved: Saving
 ) -> None:
     """Parts as with `cache.text_quantization`: table and vision tower always, the layers with `cache.text_offload`."""
-    write(tmp_path / "a.safetensors", model, "convrot")
-    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(tmp_path / "a.safetensors"))
+    opened = open_model(str(model), ENCODER_PARTS, text_encoder=str(saved("convrot").file))
     whole = TextEncoder(opened, CPU, torch.float32)
     monkeypatch.setattr(Placement, "is_partial", lambda self, _: self.offload or self.loaded_quantised)
     parts = TextEncoder(opened, CPU, torch.float32, placement=Placement("none", offload, loaded_quantised=True))
@@ -402,9 +397,9 @@ def test_weights_may_wait_in_host_memory(
         assert_same(found.prompt, expected.prompt)
 
 
-def test_a_worker_of_a_cluster_needs_the_same_file(tmp_path: Path, bare: Path, model: Path) -> None:
-    file, other = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    write(file, model, "bf16")
+def test_a_worker_of_a_cluster_needs_the_same_file(tmp_path: Path, bare: Path, saved: Saving) -> None:
+    file = tmp_path / "a.safetensors"
+    shutil.copy(saved("bf16").file, file)
     settings = [f"model.path={bare}", f"model.text_encoder={file}", f"cache.path={tmp_path / 'shards'}"]
     job = prepare_service(load_config(None, settings))
     on_another_machine = replace(job, model=replace(job.model, path=tmp_path / "not here"))
@@ -413,21 +408,19 @@ def test_a_worker_of_a_cluster_needs_the_same_file(tmp_path: Path, bare: Path, m
         worker = Worker(each, lambda job: loaded.append(job), str(tmp_path))  # type: ignore[func-returns-value, arg-type]
         worker.load()
     assert [job.model.text_encoder for job in loaded] == [str(file)] * 2
-    write(other, model, "scale_weight")
-    other.replace(file)
+    shutil.copy(saved("scale_weight").file, file)
     with pytest.raises(ModelError, match=r"another recipe \(found another text encoder\)"):
         worker.load()
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_an_image_is_generated_from_its_embeddings(tmp_path: Path, bare: Path, model: Path) -> None:
-    file, photo = tmp_path / "a.safetensors", tmp_path / "photo.png"
-    theirs = meant_folder(model, tmp_path / "meant", write(file, model, "convrot"))
+def test_an_image_is_generated_from_its_embeddings(tmp_path: Path, bare: Path, saved: Saving) -> None:
+    of_layout, photo = saved("convrot"), tmp_path / "photo.png"
     photograph("chelsea.png").resize((64, 64)).save(photo)
     command = ("--image", photo, "--prompt", "make it blue", "--num-inference-steps", 2, "--set", "predict.height=64")
     command += ("--set", "predict.width=64", "--set", "predict.dtype=float32")
     generated = []
-    for folder, options in ((bare, ("--text-encoder", file)), (theirs, ())):
+    for folder, options in ((bare, ("--text-encoder", of_layout.file)), (of_layout.meant, ())):
         out = tmp_path / f"{folder.name}.png"
         result = run("qwen-train", "predict", "--model", folder, "--out", out, *command, *options)
         assert result.code == 0, result.stderr
@@ -435,21 +428,19 @@ def test_an_image_is_generated_from_its_embeddings(tmp_path: Path, bare: Path, m
     assert abs(generated[0] - generated[1]).max() <= 1
 
 
-def test_an_image_of_another_file_is_generated_again(tmp_path: Path, model: Path) -> None:
+def test_an_image_of_another_file_is_generated_again(model: Path, saved: Saving) -> None:
     found = set()
     for layout in ("bf16", "convrot"):
-        write(tmp_path / layout, model, layout)
-        found.add(fingerprint(open_model(str(model), COMPONENTS, text_encoder=str(tmp_path / layout))))
+        found.add(fingerprint(open_model(str(model), COMPONENTS, text_encoder=str(saved(layout).file))))
     assert len({*found, fingerprint(open_model(str(model), COMPONENTS))}) == 3
 
 
-def test_a_phrase_is_grounded_by_its_attention(tmp_path: Path, bare: Path, model: Path) -> None:
-    file, photo = tmp_path / "a.safetensors", tmp_path / "photo.png"
-    theirs = meant_folder(model, tmp_path / "meant", write(file, model, "scale_weight"))
+def test_a_phrase_is_grounded_by_its_attention(tmp_path: Path, bare: Path, saved: Saving) -> None:
+    of_layout, photo = saved("scale_weight"), tmp_path / "photo.png"
     photograph("chelsea.png").resize((96, 64)).save(photo)
     small = ("--set", "data.condition_image_size=12544", "--dtype", "float32", "--phrase", "the cat")
     masks = []
-    for folder, options in ((bare, ("--text-encoder", file)), (theirs, ())):
+    for folder, options in ((bare, ("--text-encoder", of_layout.file)), (of_layout.meant, ())):
         out = tmp_path / f"{folder.name}.png"
         result = run("qwen-cache", "ground", "--image", photo, "--model", folder, "--out", out, *small, *options)
         assert result.code == 0, result.stderr
@@ -457,11 +448,10 @@ def test_a_phrase_is_grounded_by_its_attention(tmp_path: Path, bare: Path, model
     assert abs(masks[0] - masks[1]).max() <= 1
 
 
-def test_captions_need_another_model(tmp_path: Path, bare: Path, model: Path) -> None:
+def test_captions_need_another_model(tmp_path: Path, bare: Path, model: Path, saved: Saving) -> None:
     """No `lm_head` is read from the file."""
-    write(tmp_path / "a.safetensors", model, "bf16")
     Image.new("RGB", (64, 64)).save(tmp_path / "photo.png")
-    options = ("--model", bare, "--set", f"model.text_encoder={tmp_path / 'a.safetensors'}")
+    options = ("--model", bare, "--set", f"model.text_encoder={saved('bf16').file}")
     options += ("--set", "data.allow_no_control=true")
     result = run("qwen-cache", "caption", tmp_path, *options)
     refused(result, "the single file of a text encoder writes no captions", "→ name another model with --captioner")

@@ -177,8 +177,10 @@ def _with_savings(planned: DevicePlan, job: BuildJob, image: Size | None, work: 
     """With the settings under which it fits, if it does not."""
     if planned.fits is not False or "text_encoder" not in planned.memory.encoders:
         return planned
-    savings = []
+    savings, is_quantised = [], _placement(job.model, job.config.cache).loaded_quantised
     for changes in SAVINGS:
+        if is_quantised and "text_quantization" in changes:
+            continue  # weights that are loaded quantised are not quantised again
         cache = job.config.cache.model_copy(update=changes)
         changed = next(each for each in _planned(job, cache, image, work) if each.device == planned.device)
         if changed.fits and cache != job.config.cache:
