@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -35,8 +36,11 @@ import qwen_train
 from qwen_cache.models.family import QWEN_IMAGE, QWEN_IMAGE_21
 from qwen_cache.settings.load import Config, known_keys, load_config
 from qwen_cache.settings.sections import TrainConfig
+from qwen_cache.storage.files import cache_home
+from qwen_cache.storage.measured import FOLDER as MEASURED
 from qwen_train.memory.prediction import host_bytes, predict_memory
 from qwen_train.memory.sizes import SampleSize, tokens_of
+from qwen_train.training import prepare
 
 from .support.browser import chromium, new_page
 from .support.commands import run
@@ -184,7 +188,12 @@ def folder(
         (tmp_path / "qwen.yaml").write_text(yaml.safe_dump(small(page)), encoding="utf-8")
         return tmp_path
 
+    measured = cache_home() / MEASURED  # of all tests; the page's commands remember nothing else
+    measured.mkdir(parents=True, exist_ok=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    cache_home().mkdir(parents=True)
+    (cache_home() / MEASURED).symlink_to(measured)
+    monkeypatch.setattr(prepare, "print_memory", Mock())  # predicting it takes longer than the steps
     monkeypatch.chdir(tmp_path)
     yield make_folder
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -498,14 +507,17 @@ def test_links_lead_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(target), f"{page}: {link}"
 
 
+@functools.cache
+def modules() -> dict[Path, ast.Module]:
+    """Every module of both packages."""
+    paths = [path for package in ("qwen_cache", "qwen_train") for path in (ROOT / package).rglob("*.py")]
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def texts_of_the_code() -> str:
     """Every string constant of both packages, and the literal parts of f-strings, each on its own line."""
-    texts = []
-    for package in ("qwen_cache", "qwen_train"):
-        for path in (ROOT / package).rglob("*.py"):
-            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-            texts += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    return "\n".join(texts)
+    nodes = (node for module in modules().values() for node in ast.walk(module) if isinstance(node, ast.Constant))
+    return "\n".join(node.value for node in nodes if isinstance(node.value, str))
 
 
 def test_the_messages_of_troubleshooting_are_those_of_the_code() -> None:
@@ -570,12 +582,11 @@ def test_the_reference_has_every_setting(written: dict[str, str]) -> None:
 def test_the_reference_has_every_module(written: dict[str, str]) -> None:
     """Each with a docstring, by its name and the first line."""
     lines = [line.strip().split(maxsplit=1) for line in written["tree.md"].splitlines()]
-    for package in ("qwen_cache", "qwen_train"):
-        for path in (ROOT / package).rglob("*.py"):
-            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            name = f"{path.parent.name}/" if path.name == "__init__.py" else path.name
-            if docstring and name != "__main__.py":
-                assert [name, docstring.partition("\n")[0]] in lines, path
+    for path, module in modules().items():
+        docstring = ast.get_docstring(module)
+        name = f"{path.parent.name}/" if path.name == "__init__.py" else path.name
+        if docstring and name != "__main__.py":
+            assert [name, docstring.partition("\n")[0]] in lines, path
 
 
 def test_the_reference_has_every_error_and_rule(written: dict[str, str]) -> None:

@@ -43,6 +43,7 @@ from qwen_train import train as training
 from qwen_train.data.batches import Batches
 from qwen_train.memory.plan import largest_batch
 from qwen_train.memory.prediction import predict_memory
+from qwen_train.model.combinations import with_layout
 from qwen_train.run import Launch, ToEncode
 from qwen_train.training import checkpoint
 from qwen_train.training.start import Start
@@ -107,8 +108,8 @@ def test_the_saved_settings_repeat_the_run_bit_for_bit(train: Trainer) -> None:
     result = run_training("--config", first / "qwen.yaml", "--set", f"train.output_dir={again}")
     assert result.code == 0, result.stderr
     assert differences(outcome(again), outcome(first)) == []
-    other = train(settings=EVERYTHING_RANDOM, train__seed=1, out="other")
-    assert {LORA, "loss"} <= set(differences(outcome(other), outcome(first)))
+    other = train(settings=EVERYTHING_RANDOM, train__seed=1, train__max_steps=1, out="other")
+    assert column(other, "loss") != column(first, "loss")[:1], "nothing depends on the seed"
 
 
 def test_only_every_nth_step_is_logged(train: Trainer) -> None:
@@ -117,10 +118,10 @@ def test_only_every_nth_step_is_logged(train: Trainer) -> None:
 
 def test_the_loss_falls(train: Trainer) -> None:
     out = train(
-        train__max_steps=20, train__batch_size=4, optimizer__learning_rate=0.01, train__gradient_checkpointing=False
+        train__max_steps=12, train__batch_size=4, optimizer__learning_rate=0.02, train__gradient_checkpointing=False
     )
     losses = column(out, "loss")
-    assert sum(losses[-8:]) < 0.8 * sum(losses[:8])
+    assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
 
 
 @pytest.mark.parametrize("batch_size", [slow(2), 3])
@@ -137,6 +138,7 @@ def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer, batch_si
     }
     settings |= {"train.lora.rank": 4, "train.lora.lora_alpha": 12, "train.max_grad_norm": 0.02}
     settings |= {"optimizer.learning_rate": 0.01, "optimizer.weight_decay": 0.5, "optimizer.betas": [0.8, 0.9]}
+    settings |= {"train.max_steps": 2}
     out = train(settings=settings)
     start = get_peft_model_state_dict(train.prepared(settings=settings, out="start").transformer)
 
@@ -147,7 +149,7 @@ def test_equals_a_plain_loop_over_the_stock_transformer(train: Trainer, batch_si
     optimizer = torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.5, betas=(0.8, 0.9))
     draws = train.batches(settings=settings)
     losses, norms = [], []
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         total = 0.0
         for position in range(4 * step, 4 * step + 4):
@@ -445,13 +447,13 @@ def test_a_second_run_into_the_same_folder_is_refused(train: Trainer) -> None:
 
 
 def test_resuming_on_another_cache_is_refused(train: Trainer, built: Callable[..., Path]) -> None:
-    before = outcome(train())
+    before = outcome(train(train__max_steps=1))
     first, train.cache = train.cache, built("edit-plus", ("--set", "data.vae_image_size=9216"))
     result = train.try_("--resume", train__max_steps=4)
     do = f"`qwen-train run --resume --out {train.folder / 'out'} --set train.max_steps=4` continues the run; or start"
     refused(result, do)
     identities = open_cache(first).identity, open_cache(train.cache).identity
-    refused(result, "checkpoint-3", "another cache", f"(expected {identities[0]}, found {identities[1]})")
+    refused(result, "checkpoint-1", "another cache", f"(expected {identities[0]}, found {identities[1]})")
     assert differences(outcome(train.folder / "out"), before) == []
 
 
@@ -630,7 +632,7 @@ def test_the_memory_of_the_largest_batch_is_said_before_training(train: Trainer)
     result = run("qwen-train", *train.arguments(train__batch_size=2, train__max_steps=1))
     assert result.code == 0, result.stderr
     transformer = json.loads((train.model / "transformer" / "config.json").read_text(encoding="utf-8"))
-    config, batches = train.config(train__batch_size=2), train.batches(train__batch_size=2)
+    config, batches = with_layout(train.config(train__batch_size=2), "cpu"), train.batches(train__batch_size=2)
     memory = predict_memory(transformer, config, largest_batch(batches.cache, batches.config, batches)[0], "cpu")
     named = {"frozen weights": memory.weights, "trained weights": memory.trained, "gradients": memory.gradients}
     named |= {"optimizer": memory.optimizer, "activations": memory.activations}
