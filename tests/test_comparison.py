@@ -71,20 +71,23 @@ def compared(count: int, folder: Path) -> list[Comparison]:
     return rows
 
 
-def test_many_rows_are_a_page_in_parts_with_names_prompts_and_images(tmp_path: Path) -> None:
+def test_many_rows_are_a_page_in_parts_with_names_prompts_and_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "ROWS", 5)
     out = tmp_path / "generated"
-    rows = compared(21, out)
-    path = images.comparison_path(out / "compare.png", 21)
-    images.save_comparison(path, iter(rows), 21)
+    rows = compared(6, out)
+    path = images.comparison_path(out / "compare.png", 6)
+    images.save_comparison(path, iter(rows), 6)
     page = Compared(path.read_text(encoding="utf-8"))
-    assert page.headings == ["1 to 20", *(row.name for row in rows[:20]), "21 to 21", "row 20"]
-    assert page.prompts == [f"{without_controls(HOSTILE)} {i}" for i in range(21)]
-    assert page.titles == ["control", "without LoRA", "with LoRA", "target"] * 21
-    assert page.lazy == 4 * 21
+    assert page.headings == ["1 to 5", *(row.name for row in rows[:5]), "6 to 6", "row 5"]
+    assert page.prompts == [f"{without_controls(HOSTILE)} {i}" for i in range(6)]
+    assert page.titles == ["control", "without LoRA", "with LoRA", "target"] * 6
+    assert page.lazy == 4 * 6
     shown = [Image.open(out / unquote(source)) for source in page.sources]
     assert {image.size for image in shown} == {(640, 427)}
     colours = [image.getpixel((9, 9)) for image in shown]
-    assert colours == [pytest.approx((i, 60 * column, 0), abs=4) for i in range(21) for column in range(4)]
+    assert colours == [pytest.approx((i, 60 * column, 0), abs=4) for i in range(6) for column in range(4)]
     opened = [out / unquote(link) for link in page.links]
     assert opened[2] == out / f"./{HOSTILE_NAME}.png"
     assert all(each.is_file() for each in opened)

@@ -151,6 +151,8 @@ OPTIONS = {
     "kohya": ["--targets", "10_cat"],
 }
 """Options of `init` that say what the files do not."""
+BUILT = ("own names", "SimpleTuner, two controls", "DiffSynth-Studio")
+"""Layouts that are built too, of one control, of two, and with names in a folder: a build goes by its plan."""
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -174,9 +176,10 @@ def test_init_and_build_read_the_same_pairs(
     ]
     assert [each["what"] for each in plan["notices"] if why not in each["what"]] == []
     assert len(plan["notices"]) == bool(why)
-    assert run("qwen-cache", "build", "--model", model).code == 0
-    again = json.loads(run("qwen-cache", "build", "--model", model, "--dry-run", "--json").stdout)
-    assert (again["cached"], again["to_encode"]) == (3, 0)
+    if layout in BUILT:
+        assert run("qwen-cache", "build", "--model", model).code == 0
+        again = json.loads(run("qwen-cache", "build", "--model", model, "--dry-run", "--json").stdout)
+        assert (again["cached"], again["to_encode"]) == (3, 0)
 
 
 def read(**settings: object) -> list[tuple[str, list[str], str | None]]:
