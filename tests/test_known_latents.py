@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,10 +48,11 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return batches
 
 
-def test_new_prompts_need_no_vae(pairs: Path, tmp_path: Path, model: Path, encoded: list[int]) -> None:
+def test_new_prompts_need_no_vae(
+    pairs: Path, tmp_path: Path, model: Path, encoded: list[int], built: Callable[..., Path]
+) -> None:
     """With equal bytes to a build from nothing, also of thumbnails, and from another cache."""
-    assert build(pairs, tmp_path / "shards", model).code == 0
-    assert sum(encoded) > 0
+    shutil.copytree(built("edit-plus"), tmp_path / "shards")
     for path in pairs.rglob("*.txt"):
         path.write_text(f"another prompt for {path.stem}", encoding="utf-8")
     encoded.clear()
@@ -61,6 +63,7 @@ def test_new_prompts_need_no_vae(pairs: Path, tmp_path: Path, model: Path, encod
     assert build(pairs, tmp_path / "shards", model).code == 0
     assert sum(encoded) == 0
     assert build(pairs, tmp_path / "alone", model).code == 0
+    assert sum(encoded) > 0
     assert contents(tmp_path / "mine") == contents(tmp_path / "alone")
     assert run("qwen-cache", "verify", tmp_path / "shards").code == 0
 

@@ -19,6 +19,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -763,10 +764,18 @@ INVALID_CACHES: dict[str, Callable[[Path], Any]] = {
 and shard disagree too."""
 
 
-def write_invalid_cache(folder: Path, name: str) -> None:
-    write_cache(folder, 2, [INVALID_SAMPLES.get(name, EDIT), PLAIN], shard_size=1)
-    forge(folder)  # shrinks the index
+def write_invalid_cache(folder: Path, name: str, whole: Path | None = None) -> None:
+    """Change a copy of the cache `whole`, which `write_whole` has written, or one of its own."""
+    if whole and name in INVALID_CACHES:
+        shutil.copytree(whole, folder)
+    else:
+        write_whole(folder, INVALID_SAMPLES.get(name, EDIT))
     INVALID_CACHES.get(name, lambda _: None)(folder)
+
+
+def write_whole(folder: Path, first: ExampleSample = EDIT) -> None:
+    write_cache(folder, 2, [first, PLAIN], shard_size=1)
+    forge(folder)  # shrinks the index
 
 
 def example_bytes(value: dict[str, Any]) -> bytes:
@@ -785,8 +794,10 @@ def write_examples(out: Path) -> None:
             (out / folder / name).write_bytes(value if isinstance(value, bytes) else example_bytes(value))
     for name, (format_version, samples) in VALID_CACHES.items():
         write_cache(out / "valid" / name, format_version, samples, SHARD_SIZE)
-    for name in (*INVALID_CACHES, *INVALID_SAMPLES):
-        write_invalid_cache(out / "invalid" / name, name)
+    with TemporaryDirectory() as folder:
+        write_whole(whole := Path(folder) / "whole")
+        for name in (*INVALID_CACHES, *INVALID_SAMPLES):
+            write_invalid_cache(out / "invalid" / name, name, whole)
 
 
 if __name__ == "__main__":
