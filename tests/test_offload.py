@@ -80,7 +80,7 @@ def test_what_is_trained_is_the_same(train: Trainer, plain: Callable[..., Path],
 @pytest.mark.parametrize("kind", ["int8_convrot", "nf4", slow("int8"), slow("fp8"), slow("fp8_w8a8")])
 def test_quantised_weights_too(train: Trainer, plain: Callable[..., Path], kind: str) -> None:
     """A block that is recomputed, and one that is not."""
-    settings = {"model__quantization": kind, "train__gradient_checkpointing": 2}
+    settings = {"model__quantization": kind, "train__gradient_checkpointing": 2, "train__max_steps": 2}
     judge = plain(**settings)
     assert column(train(**settings, train__offload_blocks=2), "loss") == column(judge, "loss")
 

@@ -48,7 +48,7 @@ def write_rows(folder: Path, rows: dict[str, tuple[str | None, ...]], *, target:
     for name, prompts in rows.items():
         record: dict[str, Any] = {"target": f"{name}.png"} if target else {"seed": 3, "width": 96, "height": 128}
         image("coffee.png", (128, 128)).save(folder / f"{name}.png")
-        for i, each in enumerate(CONTROLS[name]):
+        for i, each in enumerate(CONTROLS[name.partition(" ")[0]]):
             image(*each).save(folder / f"{name} control {i}.png")
             record.setdefault("control", []).append(f"{name} control {i}.png")
         texts = zip(("prompt", "positive_prompt", "negative_prompt"), prompts, strict=False)
@@ -85,12 +85,14 @@ def test_the_prompts_are_encoded_as_a_prompt_is(cache: Path, model: Path, tmp_pa
         name: Slider(more, less) if more and less else None for name, (_, more, less) in ROWS.items()
     }
     pipeline, controls = stock_pipeline(model, "edit-plus"), [image(*each) for each in CONTROLS["edit"]]
+    directed = {name: prompts for name, prompts in ROWS.items() if name != "none"}
+    rows = {f"{name} {i}": (prompts[i],) for name, prompts in directed.items() for i, _ in enumerate(EMBEDS, 1)}
+    built = build(write_rows(tmp_path / "own", rows), tmp_path / "shards", model)
+    assert built.code == 0, built.stderr
+    own = by_name(open_cache(tmp_path / "shards"))
     for i, embeds in enumerate(EMBEDS, 1):
-        rows = {name: (prompts[i],) for name, prompts in ROWS.items() if name != "none"}
-        built = build(write_rows(tmp_path / embeds, rows), tmp_path / f"shards of {embeds}", model)
-        assert built.code == 0, built.stderr
-        for name, own in by_name(open_cache(tmp_path / f"shards of {embeds}")).items():
-            assert_same(samples[name][embeds], own["prompt_embeds"])
+        for name in directed:
+            assert_same(samples[name][embeds], own[f"{name} {i}"]["prompt_embeds"])
         assert_same(
             samples["edit"][embeds], transformer_inputs(pipeline, controls, ROWS["edit"][i] or "").prompt_embeds
         )

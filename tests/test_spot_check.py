@@ -179,7 +179,8 @@ def test_a_name_that_two_samples_have_is_found_in_either(
 ) -> None:
     """A merged cache has such rows; a row that can no longer be used is none of them."""
     change_target(pairs)
-    assert build(pairs, tmp_path / "other", tiny_model("edit-plus")).code == 0
+    reuse = "--reuse", str(built("edit-plus"))
+    assert build(pairs, tmp_path / "other", tiny_model("edit-plus"), *reuse).code == 0
     merged = run("qwen-cache", "merge", built("edit-plus"), tmp_path / "other", "--out", tmp_path / "merged")
     assert merged.code == 0, merged.stderr
     found = report(tmp_path / "merged", "--source", pairs, "--re-encode", "9", "--model", tiny_model("edit-plus"))
