@@ -221,7 +221,7 @@ def crashing_build(source: Path, out: Path, model: Path, count: int, *options: s
 
 
 def everything(folder: Path) -> frozenset[tuple[str, bytes]]:
-    """What a process that dies leaves to the next one."""
+    """The files that a process that dies leaves to the next one."""
     return frozenset((str(path), path.read_bytes()) for path in folder.rglob("*") if path.is_file())
 
 
@@ -236,7 +236,7 @@ def tear(out: Path, chance: random.Random) -> None:
 def test_a_first_build_that_dies_anywhere_is_resumed_to_the_same_bytes(
     size: str, pairs: Path, tmp_path: Path, model: Path, fast: list[FakeLanes]
 ) -> None:
-    """What is left is the same before and after a file is synced: then it is resumed once."""
+    """If deaths at two places leave the same files, it is resumed once."""
     options, out = ("--set", f"cache.shard_size={size}"), tmp_path / "out"
     build(pairs, tmp_path / "whole", model, *options)
     assert run("qwen-cache", "verify", tmp_path / "whole").code == 0

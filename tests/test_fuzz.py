@@ -152,7 +152,7 @@ def members(sample: Any) -> range:
 
 
 def tensor_bytes(sample: Any) -> set[int]:
-    """Those of its tensors."""
+    """The bytes of its tensors."""
     begins, specs = sample.row.entry.tensor_offsets(), sample.row.meta.tensors
     return {at for name, spec in specs.items() for at in range(begins[name], begins[name] + spec.stored_bytes)}
 

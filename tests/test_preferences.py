@@ -280,8 +280,8 @@ def test_two_processes_equal_one(preferring: Preferring, tmp_path: Path, fsdp: b
     settings |= {"train.validation_split": 0.4, "validation.validation_steps": 3}
     one = train(settings=settings, train__gradient_accumulation_steps=2, out="one")
     out = by_two(train, settings=settings, train__fsdp=fsdp)
-    for name in ("loss", "preference_margin"):
-        assert column(out, name) == pytest.approx(column(one, name), rel=1e-4)
+    for name, rounded in (("loss", 0.0), ("preference_margin", 2**-22)):  # a difference of float32 errors of about 1
+        assert column(out, name) == pytest.approx(column(one, name), rel=1e-4, abs=rounded)
     assert relative_error(load_file(out / LORA), load_file(one / LORA)) < 1e-4
 
 

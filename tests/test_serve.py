@@ -246,7 +246,7 @@ RAW = {
     "two lengths": ([HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\nzz"], b"408"),
     "TLS": ([b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"], b"400"),
 }
-"""What is sent, and the status of the answer."""
+"""The parts that are sent, and the status of the answer."""
 
 
 def test_raw_bytes(url: str, http: httpx2.Client) -> None:

@@ -221,7 +221,7 @@ def planned(source: str, out: Path, model: Path) -> Sample:
 
 @pytest.fixture(scope="module")
 def keys(folder: Path, tiny_model: Callable[[str], Path]) -> list[str]:
-    """Those of the samples of the folder."""
+    """The keys of the samples of the folder."""
     plan = planned(str(folder), folder.parent / "out", tiny_model("edit-plus"))
     return [sample["key"] for sample in plan["samples"]]
 

@@ -570,7 +570,9 @@ def test_planted_files_do_not_end_the_queue(
         file.write_text(json.dumps(before | content))
     with Queue(folder, starts) as queue:
         wait_for(queue, add(queue, "say", "", ""), "done")
-        assert untouched in [job.id for job in queue.list()]
+        found = [job.id for job in queue.list()]
+        assert untouched in found
+        assert all((jobs / id).parent == jobs for id in found)
         assert all(type(job.ended) in (int, float, type(None)) for job in queue.list())
 
 

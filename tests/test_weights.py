@@ -238,7 +238,7 @@ def test_all_blocks_are_recomputed_where_the_plan_was_wrong(
 
 
 SMALL_BLOCKS = {**EVERYTHING_RANDOM, "train.lora.lora_dropout": 0.0, "train.max_steps": 2, "train.seed": 3}
-"""Of runs with `small_blocks` alone, which share the plain one."""
+"""Runs with `small_blocks` alone, which share the plain one."""
 
 
 @pytest.fixture

@@ -461,7 +461,8 @@ def test_models_by_another_kernel_are_stock(
         monkeypatch.setattr(module, "flash_takes", lambda *_: True)
         monkeypatch.setattr(module, "varlen_kernel", lambda: pytest.fail("another kernel"))
     its, lora, batches = JUDGES[family]
-    lora = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v"]) if compiled else lora
+    targets = ["to_q", "add_k_proj", "to_add_out"] if family == "20B" else ["to_q", "to_v"]
+    lora = LoraConfig(r=4, init_lora_weights=False, target_modules=targets) if compiled else lora
     stock = its.stock_model()
     model = its.multi_res_model(stock, "packed")
     model.attention_kernel = kernel
