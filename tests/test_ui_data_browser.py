@@ -204,6 +204,7 @@ def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None
     page.keyboard.press("End")
     page.keyboard.type(" and <i>more</i>")
     page.wait_for_timeout(4000)  # a poll
+    page.route("**/api/data?*", lambda route: None)  # the next one is late
     page.keyboard.press("Alt+ArrowDown")
     page.wait_for_selector("#editor h2 >> text=Row 3: c")
     assert page.get_by_label("Prompt", exact=True).input_value() == ""
@@ -213,6 +214,7 @@ def test_a_prompt_by_keyboard(browser: Any, project: Path, address: str) -> None
     assert area.input_value() == HOSTILE + " and <i>more</i>"
     assert file.read_text(encoding="utf-8") == HOSTILE + " and <i>more</i>"  # saved when the row was left
     assert page.evaluate("document.activeElement.id") == "prompt-0"
+    page.unroute("**/api/data?*")
     asked: list[str] = []
     answers = iter((False, True))
     page.on("dialog", lambda each: (asked.append(each.message), each.accept() if next(answers) else each.dismiss()))

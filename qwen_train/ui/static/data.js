@@ -47,7 +47,7 @@ const page = {
   },
   select,
   leaveOut,
-  changed: () => lookAgain(),
+  changed: () => { list.refresh(); lookAgain(); },  // what was loaded before a change is never shown after it
   // The column of images is as wide as that of the row with most of them so far, so that texts begin below each other.
   widen: (images) => {
     if (images <= page.widest) return;

@@ -74,7 +74,7 @@ export class RowEditor {
     this.take(value, isSame);
     if (!this.dialog.open) this.dialog.showModal();
     if (!isSame) { this.body.scrollTop = 0; this.title.focus(); }
-    await this.measure();
+    await this.refresh();
   }
 
   step(by) {
@@ -320,12 +320,6 @@ export class RowEditor {
       caption.append(paint);
     }
     return figure;
-  }
-
-  async measure() {
-    const { value, page } = this;
-    const fresh = await get(`/api/data/row?${new URLSearchParams({ source: page.source, row: value.row })}`);
-    if (this.value?.name === value.name) this.tell(fresh);
   }
 
   // The sizes of the images, and where they are. They are arranged so that they are as large as possible.

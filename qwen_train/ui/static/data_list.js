@@ -191,11 +191,14 @@ export class RowList {
     this.draw();
   }
 
-  // The row at an index, undefined beyond the end.
+  // The row at an index, undefined beyond the end; asked for again if a refresh has dropped what was asked.
   async row(index) {
-    if (index < 0 || index >= this.total) return undefined;
-    const page = this.page(Math.floor(index / PAGE));
-    return (page.rows ?? await page.promise)[index % PAGE];
+    while (index >= 0 && index < this.total) {
+      const page = this.page(Math.floor(index / PAGE));
+      if (page.rows) return page.rows[index % PAGE];
+      await page.promise.catch((error) => { if (error.name !== "AbortError") throw error; });
+    }
+    return undefined;
   }
 
   elements() { return this.shown.values(); }
