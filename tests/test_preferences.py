@@ -23,7 +23,7 @@ from qwen_cache import open_cache
 from qwen_cache.errors import ConfigError
 from qwen_train import train as training
 from qwen_train.data.batches import NoisedSample
-from qwen_train.data.planned import check_objective, unused_parts
+from qwen_train.data.checks import check_objective, unused_parts
 from qwen_train.data.samples import Mixture
 from qwen_train.memory import plan as plan_module
 from qwen_train.memory.plan import Workload

@@ -29,7 +29,7 @@ from qwen_cache.models.family import family_of_transformer
 from qwen_cache.settings.load import load_config
 from qwen_train import train as training
 from qwen_train.data.batches import Batch, NoisedSample
-from qwen_train.data.planned import check_objective, unused_parts
+from qwen_train.data.checks import check_objective, unused_parts
 from qwen_train.data.samples import Mixture
 from qwen_train.flow import NoiseSchedule
 from qwen_train.lora.adapter import TRAINED, at_strength

@@ -171,7 +171,7 @@ def plan_epoch(folder: Path) -> None:
 def start_training(folder: Path) -> None:
     """A trainer's work on its cache until the first batch: checks, the validation split, the plan, its summary."""
     from qwen_train.data.batches import Batches
-    from qwen_train.data.planned import check_empty_prompts
+    from qwen_train.data.checks import check_empty_prompts
     from qwen_train.data.samples import open_samples
     from qwen_train.flow import NoiseSchedule
 

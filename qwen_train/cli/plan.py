@@ -63,7 +63,8 @@ def plan(
     from qwen_cache.format.arrow import convert_without_pandas
     from qwen_cache.models.folder import check_name, find_here, open_model
     from qwen_cache.settings.load import load_config
-    from qwen_train.data.planned import Planned, check_encoders, with_model_of_caches
+    from qwen_train.data.checks import check_encoders
+    from qwen_train.data.planned import Planned, with_model_of_caches
     from qwen_train.data.samples import open_samples
     from qwen_train.lora.files import with_assistant
     from qwen_train.run import cache_of_run, in_one_process, only_cache

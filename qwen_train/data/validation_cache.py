@@ -22,7 +22,7 @@ from qwen_cache.settings.sections import (
 from qwen_cache.storage.files import read_file
 from qwen_cache.storage.remote import is_remote, location
 from qwen_cache.terminal import plural
-from qwen_train.data.planned import no_empty_prompt
+from qwen_train.data.checks import no_empty_prompt
 from qwen_train.data.samples import Mixture, Samples, entries_to_match, have_equal_latents
 from qwen_train.run import GENERATE, ToEncode
 

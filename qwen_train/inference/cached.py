@@ -23,7 +23,7 @@ from qwen_cache.errors import ConfigError
 from qwen_cache.format.cache import Sample
 from qwen_cache.format.sample import LATENT_CHANNELS, token_count
 from qwen_cache.models.family import Family
-from qwen_train.data.planned import no_empty_prompt
+from qwen_train.data.checks import no_empty_prompt
 from qwen_train.flow import NoiseSchedule
 
 TOKENS_PER_SLOT = 4

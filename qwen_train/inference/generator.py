@@ -27,7 +27,7 @@ from qwen_cache.sources.places import File
 from qwen_cache.storage.remembered import file_digest
 from qwen_cache.terminal import console, counting
 from qwen_cache.text import plain
-from qwen_train.data.planned import check_cache, unusual_controls
+from qwen_train.data.checks import check_cache, unusual_controls
 from qwen_train.data.samples import Mixture
 from qwen_train.inference.cached import generate_cached, guidance_from_cache, initial_latents
 from qwen_train.inference.images import (

@@ -14,6 +14,7 @@ from qwen_cache.batching import BEGIN, Begin
 from qwen_cache.errors import FormatError, QwenCacheError
 from qwen_cache.terminal import console
 from qwen_cache.text import plain
+from qwen_train.data.checks import check_empty_prompts
 from qwen_train.data.commits import (
     CommitSequence,
     LostCommitError,
@@ -28,7 +29,6 @@ from qwen_train.data.commits import (
     remove_commits,
     write_sequence,
 )
-from qwen_train.data.planned import check_empty_prompts
 from qwen_train.data.samples import Mixture
 from qwen_train.run import checkpoints
 from qwen_train.training.processes import all_gather_object, together

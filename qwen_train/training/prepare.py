@@ -25,7 +25,7 @@ from qwen_cache.storage.files import make_folder, write_durably
 from qwen_cache.terminal import console, human_bytes, plural, verbatim
 from qwen_cache.text import plain
 from qwen_train.data.batches import Batches
-from qwen_train.data.planned import check_cache, unused_parts, unusual_controls
+from qwen_train.data.checks import check_cache, unused_parts, unusual_controls
 from qwen_train.data.samples import Samples, open_samples
 from qwen_train.data.validation_cache import check_validation_cache
 from qwen_train.flow import NoiseSchedule

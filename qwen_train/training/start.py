@@ -20,16 +20,9 @@ from qwen_cache.storage.remembered import NAME as CHECKSUMS
 from qwen_cache.storage.remembered import file_digest
 from qwen_cache.terminal import counting
 from qwen_cache.text import parse_json
+from qwen_train.data.checks import check_cache, check_empty_prompts, check_encoders, check_objective, check_text_lengths
 from qwen_train.data.commits import TakenIn, check_followable, followed, open_commits, wait_for_commits
-from qwen_train.data.planned import (
-    Planned,
-    check_cache,
-    check_empty_prompts,
-    check_encoders,
-    check_objective,
-    check_text_lengths,
-    with_model_of_caches,
-)
+from qwen_train.data.planned import Planned, with_model_of_caches
 from qwen_train.data.samples import Mixture, Samples, open_mixture, open_samples
 from qwen_train.data.validation_cache import check_validation_cache, open_validation_cache
 from qwen_train.lora.files import WeightedLora, check_adapter, find_assistant, find_start, pinned, with_assistant

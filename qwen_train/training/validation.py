@@ -34,7 +34,7 @@ from qwen_cache.storage.files import make_folder, unless_in_use, write_durably
 from qwen_cache.storage.remembered import sealed
 from qwen_cache.terminal import plural
 from qwen_train.data.batches import Batch, Batches, NoiseDraw, NoisedSample, collate
-from qwen_train.data.planned import no_empty_prompt
+from qwen_train.data.checks import no_empty_prompt
 from qwen_train.data.samples import Mixture
 from qwen_train.data.validation_cache import validation_strengths
 from qwen_train.inference.cached import generate_cached, initial_latents
