@@ -546,7 +546,7 @@ def _assistant(base: str) -> Iterator[tuple[str, Any, str]]:
 def _memory(family: Family, torch: Torch) -> Iterator[tuple[str, Any, str]]:
     """The settings of training that depend on the GPU."""
     device = next(iter(torch.devices), None)
-    plan = "`qwen-train plan` predicts the memory for this cache."
+    plan = "`qwen-train plan` predicts the memory for this cache; with --fit it names the fastest settings that fit."
     if device is None or device.total is None:
         found = "torch is not installed" if torch.absent else "No GPU was found"
         yield "train.batch_size", 1, f"{found} on this machine, so no setting here depends on GPU memory. {plan}"
