@@ -541,7 +541,8 @@ def growing(*arguments):
     if os.environ["RANK"] == "1" and len(batches) in (1, 4):
         source = commits[len(batches) // 4]
         for path in sorted(source.glob("*.tar")):
-            shutil.copy(path, where)
+            if not (where / path.name).exists():  # the other process may be reading it
+                shutil.copy(path, where)
         for name in ("index.parquet", "cache.json"):
             shutil.copy(source / name, where / f".{name}.new")
         os.replace(where / ".index.parquet.new", where / "index.parquet")
