@@ -15,7 +15,7 @@ from PIL import Image
 
 from qwen_cache.sources.detect import read_content
 
-from .support.browser import chromium, new_page
+from .support.browser import Late, chromium, new_page
 from .support.paths import load_tool
 from .support.ui import enter, served
 from .support.waiting import wait_until
@@ -320,6 +320,104 @@ def test_two_windows(browser: Any, project: Path, address: str) -> None:
     assert (project / "data/target_images/a.txt").read_text(encoding="utf-8") == "mine\n"
 
 
+def test_late_answers_about_rows(browser: Any, project: Path, address: str) -> None:
+    """The row that the user sees is the one that is opened and left out, and an old text never comes back."""
+    for name in "ef":
+        (project / f"data/target_images/{name}.txt").unlink()
+    page = opened(browser, address)
+    page.wait_for_selector("#replacing")
+    area = page.get_by_label("Prompt", exact=True)
+    late = Late(page, "**/api/data/row?*")
+    page.locator(FILLED).first.click()
+    late.wait()
+    area.fill("new")
+    area.press("Control+Enter")
+    page.wait_for_selector("#editor >> text=/^saved$/")
+    late.deliver()
+    page.wait_for_selector("figure[data-role=target] >> text=96×64")
+    assert area.input_value() == "new"
+
+    late = Late(page, "**/api/data/rows?*")
+    area.fill("newer")
+    area.press("Alt+ArrowDown")
+    late.wait()
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#editor", state="hidden")
+    late.deliver()
+    page.wait_for_selector(f"{FILLED} >> text=/^newer$/")
+    assert page.locator("#editor").is_hidden()
+
+    page.locator("#filter").select_option("no_prompt")
+    page.wait_for_selector("#rows[aria-rowcount='3']")
+    page.locator(FILLED).first.click()
+    page.wait_for_selector("#editor h2 >> text=Row 3: c")
+    late = Late(page, "**/api/data/rows?*")
+    area.fill("no more")
+    page.locator("#editor").get_by_role("button", name="Close").click()
+    page.wait_for_selector("#editor", state="hidden")
+    late.wait()
+    page.locator("#row-1 .name").click()
+    late.deliver()
+    page.wait_for_selector("#editor h2 >> text=Row 5: e")
+
+    for kind in ("target", "control"):
+        (project / f"data/{kind}_images/a.png").unlink()
+    (project / "data/target_images/a.txt").unlink()
+    page.wait_for_selector("text=all rows (7)", state="attached")
+    page.get_by_role("button", name="Leave this row out").click()
+    page.wait_for_selector("#errors >> text=this row has changed meanwhile")
+    assert len(read_content(project / "data", needs_control=True).rows) + 2 == 7, "two have no prompt"
+    assert page.errors == []
+
+
+def test_late_answers_about_sources(browser: Any, project: Path, address: str) -> None:
+    """Nothing of a source is shown, selected or written in another one that was opened meanwhile."""
+    write_source(project / "other")
+    page = new_page(browser)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("dialog", lambda dialog: dialog.accept())
+    late = Late(page, "**/api/data?source=%2Fetc")
+    enter(page, address, "/data?source=/etc")
+    late.wait()
+    page.fill("#source", "data")
+    page.press("#source", "Enter")
+    late.deliver()
+    page.wait_for_selector(FILLED)
+    page.get_by_role("button", name="Find duplicates and outliers").click()
+    page.get_by_role("button", name="repeated target 2").click()
+    page.wait_for_selector(".card")
+    late = Late(page, "**/api/data?source=other")
+    page.fill("#source", "other")
+    page.press("#source", "Enter")
+    late.wait()
+    assert page.locator("#groups").is_hidden()
+    late.deliver()
+    page.wait_for_selector("#replacing")
+
+    page.locator("#filter").select_option("all")
+    page.locator(FILLED).first.click()
+    page.route("**/api/data/prompt", lambda route: route.abort())
+    page.get_by_label("Prompt", exact=True).fill("only here")
+    page.locator("#editor").get_by_role("button", name="Close").click()
+    page.wait_for_selector("#editor", state="hidden")
+    assert page.locator("#unsaved").text_content() == "not saved: a"
+    page.unroute("**/api/data/prompt")
+    late = Late(page, "**/api/data/positions?*")
+    page.locator("#rows").focus()
+    page.keyboard.press("Control+a")
+    late.wait()
+    page.fill("#source", "data")
+    page.press("#source", "Enter")
+    late.deliver()
+    page.wait_for_selector("#undo", state="attached")
+    page.wait_for_selector("#replacing")
+    assert page.locator("#unsaved").text_content() == page.locator("#selected").text_content() == ""
+    page.locator(FILLED).first.click()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "make it a"
+    assert errors == []
+
+
 def painted(project: Path) -> Any:
     [file] = (project / "data/control_images").glob("a_mask.png")
     with Image.open(file) as image:
@@ -340,8 +438,17 @@ def test_a_mask_by_keyboard_and_mouse(browser: Any, project: Path, address: str)
     for _ in range(6):
         page.keyboard.press("ArrowRight")
     page.keyboard.up("Space")
+    late = Late(page, "**/api/data/mask?*seen*")
+    page.keyboard.press("Control+s")
+    page.keyboard.press("Control+s")  # which changes nothing
+    late.wait()
+    page.keyboard.press("Space")  # over what is painted
+    late.deliver()
+    page.wait_for_selector(".painter button.primary:enabled")
+    page.wait_for_selector(".painter >> text=not saved")
     page.keyboard.press("Control+s")
     page.wait_for_selector(".painter >> text=/^saved$/")
+    assert page.locator("#errors").text_content() == ""
     mask = painted(project)
     middle = mask[SIZE[1] // 2]
     assert (mask[:8] == 77).all()
@@ -453,7 +560,12 @@ def test_files_and_folders_are_dropped(browser: Any, tmp_path: Path) -> None:
         page.dispatch_event("#drop", "drop", {"dataTransfer": made})
         page.locator("#errors", has_text="what was dropped is no file").wait_for()
         page.fill("#new-name", "made")
-        page.click("#create-source")
+        page.route("**/api/data/new/file?*", lambda route: None)
+        with page.expect_request("**/api/data/new/file?*"):
+            page.click("#create-source")
+        more = {"name": "c.png", "mimeType": "image/png", "buffer": (tmp_path / "from/b.png").read_bytes()}
+        page.set_input_files("#choose-files", more)  # for the next folder
+        page.unroute("**/api/data/new/file?*")
         page.wait_for_selector(FILLED)
         rows = read_content(tmp_path / "project/made", needs_control=False).rows
         assert sorted(row.prompt for row in rows) == ["make it a", "make it b"]

@@ -340,7 +340,8 @@ def summary_of(opened: OpenSource) -> dict[str, Any]:
 
 
 def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
-    """A row as the page shows it."""
+    """A row as the page shows it; an edit by its number is refused when the source has another order."""
+    order = opened.order  # before the row, since a listing may end between the two
     entry = opened.entry(row)
     findings = opened.scan.findings if opened.scan else None
     problems = [problem_json(opened, problem) for problem in opened.problems_of(entry)]
@@ -350,6 +351,7 @@ def row_json(opened: OpenSource, row: int) -> dict[str, Any]:
     notes = list(row_measured.notes()) if row_measured else []
     return {
         "row": row,
+        "order": order,
         "name": entry.name,
         "where": opened.shown(entry.where),
         "version": version_of_entry(entry),

@@ -367,12 +367,13 @@ class OpenSource:
 
     def _settle(self, listing: Listing, found: list[Entry], stamp: object, *, is_first: bool) -> None:
         """Show a finished listing."""
-        if not is_first and [entry.name for entry in found] != [entry.name for entry in self.entries]:
-            self.order += 1
+        has_order = is_first or [entry.name for entry in found] == [entry.name for entry in self.entries]
+        self.entries, self.general = found, listing.other_problems
+        if not has_order:
+            self.order += 1  # after the rows: who reads the order first never takes old rows for new ones
             if self.scan is not None:
                 self.scan.stop()
                 self.scan = None
-        self.entries, self.general = found, listing.other_problems
         self.state, self.error, self._editor = "ready", None, None
         self._texts = {}
         watched = self._watched

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .waiting import HANG
+from .waiting import HANG, wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 
@@ -32,3 +32,23 @@ def new_page(browser: Any, **options: Any) -> Any:
     context = browser.new_context(**options)
     context.set_default_timeout(1000 * HANG)
     return context.new_page()
+
+
+class Late:
+    """The answers to the requests that match a pattern: the program gives them, and the page gets them later."""
+
+    def __init__(self, page: Any, pattern: str) -> None:
+        self.page, self.pattern = page, pattern
+        self.answers: list[tuple[Any, Any]] = []
+        page.route(pattern, lambda route: self.answers.append((route, route.fetch())))
+
+    def wait(self, count: int = 1) -> None:
+        """Wait until the program has given as many."""
+        wait_until(lambda: self.page.wait_for_timeout(20) or len(self.answers) >= count)
+
+    def deliver(self) -> None:
+        """Give the page all of them, the newest first, and later ones at once."""
+        while self.answers:
+            route, answer = self.answers.pop()
+            route.fulfill(response=answer)
+        self.page.unroute(self.pattern)

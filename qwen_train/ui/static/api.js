@@ -118,8 +118,9 @@ export function clearError() {
   at("errors").replaceChildren();
 }
 
-// Run an action of the user; its error is shown, and the control is disabled meanwhile.
+// Run an action of the user; its error is shown, and the control is disabled meanwhile: a second click or key does nothing.
 export async function act(control, action) {
+  if (control?.disabled) return undefined;
   clearError();
   if (control) control.disabled = true;
   try {

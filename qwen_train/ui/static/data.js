@@ -21,6 +21,7 @@ const FEW = 2;  // problems of no row that are shown at once
 
 const address = new URLSearchParams(location.search);
 const view = { filter: address.get("filter") ?? "all", search: address.get("search") ?? "", sort: address.get("sort") ?? "source" };
+const drafts = new Map();  // by source: rows of two sources may have one name
 let summary = null, lastSelected = null, comparing = false, lookAgain = () => {};
 
 const query = (more = {}) => new URLSearchParams({ source: page.source, ...view, ...more });
@@ -32,13 +33,16 @@ const page = {
   get order() { return summary?.order ?? 0; },
   filterBy,
   selected: new Set(),
-  drafts: new Map(),
+  get drafts() {
+    if (!drafts.has(page.source)) drafts.set(page.source, new Map());
+    return drafts.get(page.source);
+  },
   labels: {},
   advice: {},
   groups: [],
   isEditable: false,
   whyNot: null,
-  open: (index) => { list.activate(index, false); act(null, () => editor.open(index)); },
+  open: (index) => { list.activate(index, false); act(null, () => openAt(index)); },
   openRow: async (value) => {
     const { index } = await get(`/api/data/place?${query({ row: value.row })}`);
     if (index !== null) list.activate(index);
@@ -81,10 +85,14 @@ byId("versions").append(versions.element);
 async function open(source) {
   page.source = byId("source").value = source;
   summary = null;
+  page.isEditable = false;  // until that is known
   page.selected.clear();
   page.widest = 0;
   for (const panel of [replacing, captions]) if (!panel.place.hidden) panel.show(false);
+  if (comparing) compare(false);
+  versions.take(undefined);
   showSelection();
+  showDrafts();
   list.renew();
   remember();
   showPlaces();
@@ -101,6 +109,7 @@ function remember() {
 async function look() {
   if (!page.source) return;
   const { source } = page, fresh = await get(`/api/data?${new URLSearchParams({ source })}`).catch((error) => {
+    if (source !== page.source) return null;
     if (error.status === 403 || error.status === 422) {  // as long as nothing else is opened
       page.source = "";
       showNothing();
@@ -339,7 +348,7 @@ function keyed(event, active, step) {
   if ((event.key === "x" || event.key === " ") && isPlain) select(active, event.shiftKey);
   else if (event.key === "a" && !isPlain) act(null, selectAll);
   else if (event.key === "l" && isPlain) toggleLeftOut(active);
-  else if (event.key === "e" && isPlain) act(null, () => editor.open(active, true));
+  else if (event.key === "e" && isPlain) act(null, () => openAt(active, true));
   else if (event.key === "r" && isPlain && page.isEditable) toggle(replacing, captions, byId("replacing"));
   else if (event.key === "z" && !isPlain && !event.shiftKey) undoLast();
   else if (event.key === "/" && isPlain) byId("search").focus();
@@ -350,19 +359,35 @@ function keyed(event, active, step) {
 
 // ---- selecting and leaving out ---------------------------------------------------------------------------------------
 
+// The row that the user sees at an index, as it is now; the list that is being read may have another one there.
+async function rowAt(index) {
+  const seen = list.seen(index), now = await list.row(index);
+  return seen && seen.name !== now?.name ? seen : now;
+}
+
+async function openAt(index, isWriting = false) {
+  const seen = list.seen(index), now = await list.row(index);
+  await (seen && seen.name !== now?.name ? page.openRow(seen) : editor.open(index, isWriting));
+}
+
+// The rows of the view in their order; null if the page shows others by then.
+async function positions() {
+  const asked = String(query()), { rows, order } = await get(`/api/data/positions?${asked}`);
+  return asked === String(query()) && order === page.order ? rows : null;
+}
+
 async function select(index, isRange = false) {
-  const row = await list.row(index);
-  if (!row) return;
-  if (isRange && lastSelected !== null) {
-    const { rows } = await get(`/api/data/positions?${query()}`);
-    for (let i = Math.min(lastSelected, index); i <= Math.max(lastSelected, index); i++) page.selected.add(rows[i]);
-  } else if (!page.selected.delete(row.row)) page.selected.add(row.row);
+  const first = isRange ? lastSelected : null, row = await rowAt(index), rows = first === null ? [] : await positions();
+  if (!row || !rows || row.order !== page.order) return;
+  if (first !== null) rows.slice(Math.min(first, index), Math.max(first, index) + 1).forEach((each) => page.selected.add(each));
+  else if (!page.selected.delete(row.row)) page.selected.add(row.row);
   lastSelected = index;
   showSelection();
 }
 
 async function selectAll() {
-  const { rows } = await get(`/api/data/positions?${query()}`);
+  const rows = await positions();
+  if (!rows) return;
   page.selected = new Set(rows);
   showSelection();
 }
@@ -387,21 +412,23 @@ function showDrafts() {
   byId("unsaved").textContent = names.length ? `not saved: ${names.slice(0, 3).join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}` : "";
 }
 
-async function leaveOut(rows, isLeftOut) {
+// `order`: that of the source in which these are the numbers of the rows.
+async function leaveOut(rows, isLeftOut, order) {
   try {
-    await post("/api/data/left-out", { source: page.source, rows, order: summary.order, left_out: isLeftOut });
+    await post("/api/data/left-out", { source: page.source, rows, order, left_out: isLeftOut });
     announce(`${plural(rows.length, "row")} ${isLeftOut ? "left out" : "put back"}`);
   } catch (error) {
     showError(error);
   }
-  await look();
+  await lookAgain();
 }
 
+const leaveOutSelected = (isLeftOut) => leaveOut([...page.selected], isLeftOut, page.order);
+
 async function toggleLeftOut(active) {
-  const row = await list.row(active);
+  const row = await rowAt(active);
   if (!row || !page.isEditable) return;
-  const rows = page.selected.size ? [...page.selected] : [row.row];
-  await leaveOut(rows, !row.left_out);
+  await (page.selected.size ? leaveOutSelected(!row.left_out) : leaveOut([row.row], !row.left_out, row.order));
 }
 
 async function undoLast() {
@@ -411,7 +438,7 @@ async function undoLast() {
     const { undone } = await post("/api/data/undo", { source: page.source, id: undo.id });
     announce(`undone: ${undone}`);
   });
-  await look();
+  await lookAgain();
 }
 
 byId("undo").addEventListener("click", undoLast);
@@ -426,9 +453,11 @@ function toggle(panel, other, button) {
 
 byId("select-all").addEventListener("click", (event) => act(event.target, selectAll));
 byId("select-none").addEventListener("click", selectNone);
-byId("leave-out").addEventListener("click", (event) => act(event.target, () => leaveOut([...page.selected], true)));
-byId("put-back").addEventListener("click", (event) => act(event.target, () => leaveOut([...page.selected], false)));
-addEventListener("beforeunload", (event) => { if (page.drafts.size || editor.isUnsaved) event.preventDefault(); });
+byId("leave-out").addEventListener("click", (event) => act(event.target, () => leaveOutSelected(true)));
+byId("put-back").addEventListener("click", (event) => act(event.target, () => leaveOutSelected(false)));
+addEventListener("beforeunload", (event) => {
+  if ([...drafts.values()].some(({ size }) => size) || editor.isUnsaved) event.preventDefault();
+});
 
 // ---- the beginning ---------------------------------------------------------------------------------------------------
 
@@ -439,7 +468,10 @@ const last = chosen("source");
 if (last) open(last).catch(showError);
 startUploads(open);
 get("/api/data/sources").then(async (found) => {
-  if (!last && !page.source) await open(found.default);
+  if (!last && !page.source) {
+    if (byId("source").value) showPlaces();  // the user is typing another one
+    else await open(found.default);
+  }
   await showFound(found, open);
 }).catch(showError);
 addEventListener("thumbnail-broken", () => { clearTimeout(look.broken); look.broken = setTimeout(() => lookAgain(), QUICK); });

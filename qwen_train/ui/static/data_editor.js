@@ -7,9 +7,11 @@ import { MaskPainter, inflated } from "./data_mask.js";
 import { imageAddress, roleName } from "./data_thumbnails.js";
 
 export class RowEditor {
-  // `page` has `source`, `list`, `drafts`, `isEditable`, `whyNot`, `labels`, `leaveOut(rows, is)`, `changed()`, `settled()`.
+  // `page` has `source`, `list`, `drafts`, `isEditable`, `whyNot`, `labels`, `leaveOut(rows, is, order)`, `changed()`,
+  // `settled()`.
   constructor(dialog, page) {
     Object.assign(this, { dialog, page, value: null, index: 0, painter: null, opacity: 0.5 });
+    Object.assign(this, { asked: 0, closed: 0, stepping: Promise.resolve() });
     const button = (label, title, action) => element("button", { type: "button", title, onclick: action }, label);
     this.title = element("h2", { id: "editor-title", tabindex: "-1" });
     this.before = button("← Previous", "Alt+↑", () => this.step(-1));
@@ -34,7 +36,13 @@ export class RowEditor {
       this.messages, this.body, this.painting);
     dialog.addEventListener("keydown", (event) => this.keyed(event));
     dialog.addEventListener("cancel", (event) => { event.preventDefault(); this.cancel(); });
-    dialog.addEventListener("close", () => { this.value = null; this.shots.replaceChildren(); page.list.place.focus({ preventScroll: true }); });
+    dialog.addEventListener("close", () => {
+      this.value = null;
+      this.closed += 1;
+      this.asked += 1;
+      this.shots.replaceChildren();
+      page.list.place.focus({ preventScroll: true });
+    });
   }
 
   get isOpen() { return this.dialog.open; }
@@ -42,8 +50,8 @@ export class RowEditor {
 
   // With `isWriting`, the prompt has the focus.
   async open(index, isWriting = false) {
-    const value = await this.page.list.row(index);
-    if (!value) return;
+    const asked = (this.asked += 1), value = await this.page.list.row(index);
+    if (!value || asked !== this.asked) return;  // another row is wanted, or none any more
     this.index = index;
     const shown = this.show(value);
     if (isWriting) this.fields[0]?.focus();
@@ -77,16 +85,18 @@ export class RowEditor {
     await this.refresh();
   }
 
+  // One step after the other; none of them once the dialog is closed.
   step(by) {
-    const isWriting = document.activeElement?.matches(".prompts textarea");
-    return act(null, async () => {
-      if (!await this.saved()) return;
+    const isWriting = document.activeElement?.matches(".prompts textarea"), { closed } = this;
+    this.stepping = this.stepping.then(() => act(null, async () => {
+      if (closed !== this.closed || !await this.saved()) return;
       const { list } = this.page, there = await list.row(this.index), isThere = there?.name === this.value?.name;
+      if (closed !== this.closed) return;
       const index = isThere || by < 0 ? this.index + by : this.index;  // of a filtered list, the row may be missing
       if (index < 0 || index >= list.total) { announce(by < 0 ? "this is the first row" : "this is the last row"); return; }
       list.activate(index);
       await this.open(index, isWriting);
-    });
+    }));
   }
 
   // Show the row as it is now; texts that are being edited stay.
@@ -111,7 +121,7 @@ export class RowEditor {
       element("p", { class: "problem" }, problem.what), element("p", {}, `→ ${problem.do}`)));
     if (value.left_out) notes.push(element("p", { class: "note" }, "This row is left out: build does not see it."));
     if (value.draft) {
-      const keep = element("button", { type: "button", onclick: () => act(keep, () => this.keepDraft(value)) }, "Keep it as it is");
+      const keep = element("button", { type: "button", onclick: () => act(keep, () => this.keepDraft(this.value)) }, "Keep it as it is");
       notes.push(element("div", { class: "note" }, element("p", {}, "A model wrote this prompt. Correct it, or"), keep));
     }
     if (value.changed) notes.push(element("p", { class: "note" }, "Changed since the last check. Check again to see what is left."));
@@ -191,8 +201,7 @@ export class RowEditor {
       made.saving = write().finally(() => { made.saving = null; });
       return made.saving;
     };
-    const write = () => act(save, async () => {
-      if (area.value === made.base || area.readOnly) return true;
+    const write = () => area.value === made.base || area.readOnly ? Promise.resolve(true) : act(save, async () => {
       const text = area.value, old = made.base;
       await this.write((version) => post("/api/data/prompt", { source: this.page.source, row: value.row, seen: version, caption, text }),
         (fresh) => fresh.prompts[caption] === made.base);
@@ -256,24 +265,26 @@ export class RowEditor {
   }
 
   async keepDraft(value) {
-    await post("/api/data/accept", { source: this.page.source, rows: [value.row], order: this.page.order });
+    await post("/api/data/accept", { source: this.page.source, rows: [value.row], order: value.order });
     this.page.changed();
     await this.refresh();
     announce("kept");
   }
 
   async toggle() {
-    await this.page.leaveOut([this.value.row], !this.value.left_out);
+    const { row, left_out: isLeftOut, order } = this.value;
+    await this.page.leaveOut([row], !isLeftOut, order);
     await this.refresh();
-    announce(this.value.left_out ? "the row is left out" : "the row is put back");
   }
 
-  // The row as it is now on disk.
+  // The row as it is now on disk; asked for again if it was shown otherwise while the answer was on its way.
   async refresh() {
-    if (!this.value) return;
-    const { row, name } = this.value;
-    const fresh = await get(`/api/data/row?${new URLSearchParams({ source: this.page.source, row })}`);
-    if (this.value?.name === name && fresh.name === name) { this.take(fresh); this.tell(fresh); }
+    for (let { value } = this; value;) {
+      const fresh = await get(`/api/data/row?${new URLSearchParams({ source: this.page.source, row: value.row })}`);
+      if (this.value?.name !== value.name || fresh.name !== value.name) return;
+      if (this.value === value) { this.take(fresh); this.tell(fresh); return; }
+      ({ value } = this);
+    }
   }
 
   // ---- images --------------------------------------------------------------------------------------------------------

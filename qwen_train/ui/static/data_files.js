@@ -28,23 +28,25 @@ export function renameButtons(page, value, renames, change) {
 // The old versions of files, read when they are opened; without `row` those of what all rows share.
 export class OldVersions {
   constructor(page, { label = "Old versions", change }) {
-    Object.assign(this, { page, change, row: undefined });
+    Object.assign(this, { page, change, row: undefined, source: "", asked: 0 });
     this.list = element("div");
     this.element = element("details", { ontoggle: () => this.element.open && act(null, () => this.load()) },
       element("summary", {}, label), this.list);
   }
 
   take(row) {
-    if (row === this.row) return this.element.open && act(null, () => this.load()); // it may have been edited
-    this.row = row;
+    const { source } = this.page;
+    if (row === this.row && source === this.source) return this.element.open && act(null, () => this.load()); // it may have been edited
+    Object.assign(this, { row, source });
+    this.asked += 1;
     this.element.open = false;
     this.list.replaceChildren();
   }
 
   async load() {
-    const { row } = this, query = new URLSearchParams({ source: this.page.source, ...row === undefined ? {} : { row } });
+    const asked = (this.asked += 1), { row } = this, query = new URLSearchParams({ source: this.page.source, ...row === undefined ? {} : { row } });
     const { files } = await get(`/api/data/versions?${query}`);
-    if (row !== this.row) return;
+    if (asked !== this.asked) return;  // a newer answer comes
     const parts = files.flatMap((file) => [
       element("h3", {}, `${roleName(file.what)}: ${file.where}`),
       element("ul", { class: "versions" }, ...file.versions.map((each) => this.version(file, each))),

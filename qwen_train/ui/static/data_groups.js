@@ -8,7 +8,7 @@ const COUNT = 20;  // groups of a request
 export class GroupView {
   // `page` as for rows.
   constructor(place, page) {
-    Object.assign(this, { place, page, finding: "", cards: [], shown: 0, total: 0 });
+    Object.assign(this, { place, page, finding: "", cards: [], shown: 0, total: 0, asked: 0 });
     this.list = element("div", { class: "group-list" });
     this.title = element("p", { class: "muted", role: "status" });
     this.more = element("button", { type: "button", onclick: () => act(this.more, () => this.load()) }, "Show more");
@@ -28,6 +28,7 @@ export class GroupView {
     for (const card of this.cards) { this.watcher.unobserve(card); card.conceal(); }
     this.cards = [];
     this.shown = 0;
+    this.asked += 1;
     this.list.replaceChildren();
   }
 
@@ -36,9 +37,9 @@ export class GroupView {
   }
 
   async load() {
-    const finding = this.finding, start = this.shown;
+    const { finding, asked } = this, start = this.shown;
     const { groups, total } = await get(this.query(start, COUNT));
-    if (finding !== this.finding || start !== this.shown) return;
+    if (asked !== this.asked || start !== this.shown) return;  // other groups are shown by now
     this.shown += groups.length;
     this.total = total;
     for (const group of groups) this.list.append(this.group(group));
@@ -64,7 +65,7 @@ export class GroupView {
     const card = element("figure", { class: "card" }, images,
       element("figcaption", {}, name, notes, prompt, element("div", { class: "row" }, open, leave, state)));
     open.addEventListener("click", () => page.openRow(card.value));
-    leave.addEventListener("click", () => act(leave, () => page.leaveOut([card.value.row], !card.value.left_out)));
+    leave.addEventListener("click", () => act(leave, () => page.leaveOut([card.value.row], !card.value.left_out, card.value.order)));
     card.fill = (value) => {
       card.value = value;
       name.textContent = `${(value.row + 1).toLocaleString("en")}: ${value.name}`;
@@ -114,9 +115,10 @@ export class GroupView {
 
   // The same rows as they are now, in place.
   async refresh() {
-    const rows = new Map();
+    const rows = new Map(), { asked } = this;
     for (let start = 0; start < this.shown; start += COUNT) {
       const { groups } = await get(this.query(start, COUNT));
+      if (asked !== this.asked) return;
       for (const row of groups.flatMap((group) => group.rows)) rows.set(row.name, row);
     }
     for (const card of this.cards) if (rows.has(card.value.name)) card.fill(rows.get(card.value.name));

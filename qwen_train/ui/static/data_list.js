@@ -201,6 +201,9 @@ export class RowList {
     return undefined;
   }
 
+  // The row that the user sees at an index; undefined where none is shown yet.
+  seen(index) { return this.shown.get(index)?.value ?? undefined; }
+
   elements() { return this.shown.values(); }
 
   activate(index, isScrolled = true) {

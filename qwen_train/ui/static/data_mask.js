@@ -17,6 +17,7 @@ export class MaskPainter {
     this.undone = [];
     this.done = [];
     this.isChanged = false;
+    this.changes = 0;
     this.scale = Math.max(1, Math.ceil(Math.sqrt(width * height / MOST_SHOWN)));
     this.unit = Math.max(width, height) / 1024;
     this.size = 60;
@@ -252,6 +253,7 @@ export class MaskPainter {
 
   changed(is) {
     this.isChanged = is;
+    this.changes += 1;
     this.undoButton.disabled = !this.done.length;
     this.redoButton.disabled = !this.undone.length;
     this.state.textContent = is ? "not saved" : "saved";
@@ -282,8 +284,9 @@ export class MaskPainter {
 
   async save() {
     this.end();
+    const { changes } = this;
     await this.onsave(await deflated(this.values));
-    this.changed(false);
+    if (changes === this.changes) this.changed(false);  // else something was painted meanwhile, which is not saved
   }
 
   // Whether nothing is lost; asks if something would be.

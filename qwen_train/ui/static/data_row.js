@@ -6,7 +6,7 @@ import { drop, imageAddress, roleName, thumbnail, want } from "./data_thumbnails
 const MOST = 4;  // images of a row that are shown
 
 // `page` has `source`, `selected`, `drafts`, `labels`, `isEditable`, `open(index)`, `select(index, isRange)`,
-// `leaveOut(rows, is)`, `widen(images)`.
+// `leaveOut(rows, is, order)`, `widen(images)`.
 export function makeRow(page) {
   const box = element("input", { type: "checkbox", tabindex: "-1" });
   const number = element("span", { class: "number" });
@@ -28,7 +28,7 @@ export function makeRow(page) {
 
   box.addEventListener("click", (event) => { event.stopPropagation(); page.select(row.index, event.shiftKey); });
   edit.addEventListener("click", (event) => { event.stopPropagation(); page.open(row.index); });
-  leave.addEventListener("click", (event) => { event.stopPropagation(); if (row.value) page.leaveOut([row.value.row], !row.value.left_out); });
+  leave.addEventListener("click", (event) => { event.stopPropagation(); if (row.value) page.leaveOut([row.value.row], !row.value.left_out, row.value.order); });
   row.addEventListener("click", (event) => { if (!event.target.closest(".choose, .actions") && row.value) page.open(row.index); });
 
   row.empty = () => {

@@ -85,7 +85,7 @@ function show(note = "") {
 }
 
 async function send(open) {
-  const sent = files, name = at("new-name").value.trim(), progress = at("upload-progress");
+  const sent = [...files], name = at("new-name").value.trim(), progress = at("upload-progress");
   const told = sent.map(({ path, role, file }) => ({ path, role, size: file.size }));
   const { id } = await post("/api/data/new", { name, files: told });
   let next = 0, done = 0, failed = null;
@@ -106,10 +106,10 @@ async function send(open) {
   try {
     if (failed) throw failed;
     const { source } = await post(`/api/data/new/finish?${query}`);
-    files = [];
+    files = files.filter((each) => !sent.includes(each));  // without those that were added meanwhile
     show();
     announce(`${source} is there`);
-    await open(source);
+    if (!at("folder").hidden) await open(source);  // unless the user has opened another one
   } catch (error) {
     await post(`/api/data/new/end?${query}`).catch(() => {});
     throw error;
