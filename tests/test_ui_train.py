@@ -25,7 +25,7 @@ from qwen_train.ui.job import Command
 from qwen_train.ui.jobs import Checked, Checks
 from qwen_train.ui.presets import PRESETS
 
-from .support.browser import chromium, new_page
+from .support.browser import Late, chromium, new_page
 from .support.commands import command as command_line
 from .support.commands import run
 from .support.runs import EVERYTHING_RANDOM, LORA, column, differences, outcome
@@ -669,3 +669,44 @@ def test_curves_show_the_points_of_the_files_and_runs_are_laid_over_one_another(
         page.reload()
         page.locator("#differences tbody tr").wait_for()
         assert page.locator("#view-title").inner_text() == "2 runs compared"
+
+
+@pytest.mark.slow
+def test_late_answers_leave_what_the_user_typed(project: Path) -> None:
+    """A note that was saved, the output folder, and a prediction of other settings or of another window."""
+    with served(project) as address, chromium() as browser:
+        page = new_page(browser)
+        enter(page, address)
+        page.goto(f"{address}/train#run=out")
+        note = page.get_by_label("Note on out")
+        note.wait_for()
+        late = Late(page, "**/api/train/runs")
+        late.wait()
+        note.fill("mine")
+        page.get_by_role("button", name="Save the note").click()
+        page.locator("#announcements", has_text="the note is saved").wait_for(state="attached")
+        route, old = late.answers.pop()
+        route.fulfill(response=old)
+        late.wait()  # the next list
+        assert note.input_value() == "mine"
+        late.deliver()
+
+        late = Late(page, "**/api/train/places")
+        page.locator("#new-run > summary").click()
+        page.locator("#plan-always").uncheck()
+        late.wait()
+        page.locator("[id='own-train.output_dir']").fill("typed")
+        late.deliver()
+        page.locator("#line", has_text="typed").wait_for()
+
+        asked: list[Any] = []
+        page.route("**/api/train/plan", lambda route: asked.append(route))
+        page.locator("#plan").click()
+        wait_until(lambda: page.wait_for_timeout(20) or asked)
+        page.locator("[id='own-train.output_dir']").fill("another")
+        asked.pop().fulfill(json={"plan": None, "message": "not that", "line": "", "fitting": []})
+        page.locator("#memory", has_text="The settings have changed since this prediction.").wait_for()
+        page.locator("#plan").click()
+        wait_until(lambda: page.wait_for_timeout(20) or asked)
+        asked.pop().fulfill(status=409, json={"error": "a newer check has taken the place of this one"})
+        page.locator("#memory", has_text="Another window predicts now").wait_for()

@@ -72,6 +72,7 @@ export class TrainForm {
       "model.path": make("model.path", "Model", chosen("model"), places.models),
       "train.output_dir": make("train.output_dir", "Output folder", places.out, []),
     };
+    this.proposed = places.out;
     at("own").replaceChildren(...Object.values(this.fields).map((each) => each.node));
     for (const { input } of Object.values(this.fields)) input.addEventListener("input", () => this.changed());
     const isPrompt = (each) => typeof each?.prompt === "string" && Array.isArray(each.control);
@@ -134,7 +135,7 @@ export class TrainForm {
     offer(this.fields["cache.path"].list, places.caches);
     offer(this.fields["model.path"].list, places.models);
     const out = this.fields["train.output_dir"].input;
-    if (!this.isNamed && (out.value === this.proposed || !this.proposed)) { out.value = places.out; this.changed(); }
+    if (!this.isNamed && out.value === this.proposed) { out.value = places.out; this.changed(); }
     this.proposed = places.out;
   }
 
@@ -208,12 +209,15 @@ export class TrainForm {
     this.planned?.abort();
     const asked = this.planned = new AbortController();
     this.memory.waiting();
+    const { body } = this;
     try {
-      const answer = await post("/api/train/plan", this.body, { signal: asked.signal });
+      const answer = await post("/api/train/plan", body, { signal: asked.signal });
       this.memory.show(answer);
+      if (JSON.stringify(body) !== JSON.stringify(this.body)) this.memory.outdated();
       this.show.planned(answer.plan);
     } catch (error) {
-      if (asked.signal.aborted || error.status === 409) return; // a newer one was asked for
+      if (asked.signal.aborted) return; // a newer one was asked for
+      if (error.status === 409) { this.memory.interrupted(); return; }
       this.memory.failed(error);
       this.show.planned(null);
     }
@@ -235,7 +239,7 @@ export class TrainForm {
     const job = await this.form.send("/api/train/start");
     if (!job) return;
     at("new-run").open = false;
-    Object.assign(this, { proposed: null, isNamed: false });
+    Object.assign(this, { proposed: this.fields["train.output_dir"].input.value, isNamed: false }); // until the next look
     at("filled").hidden = true;
     this.presets.forget();
     onstart(job);

@@ -14,6 +14,8 @@ export class MemoryBar {
 
   outdated() { if (this.content.childElementCount) this.state.textContent = "The settings have changed since this prediction."; }
 
+  interrupted() { this.state.textContent = "Another window predicts now: predict again."; }
+
   failed(error) {
     this.state.textContent = "The memory cannot be predicted.";
     this.content.replaceChildren(element("div", { class: "error" }, ...(error.lines ?? [String(error.message ?? error)]).map((line) => element("p", {}, line)),

@@ -5,7 +5,7 @@ import { act, announce, element, post } from "./api.js";
 export class Note {
   // `onsave(text)` is told of the note that is kept.
   constructor(folder, { onsave }) {
-    Object.assign(this, { folder, onsave, seen: "" });
+    Object.assign(this, { folder, onsave, seen: "", isSaving: false });
     this.text = element("textarea", {
       rows: "2", maxlength: "4000", "aria-label": `Note on ${folder}`, placeholder: "A note on this run",
       oninput: () => this.tell(),
@@ -29,14 +29,16 @@ export class Note {
   }
 
   save() {
-    if (!this.isChanged) return;
+    if (!this.isChanged || this.isSaving) return;
+    this.isSaving = true;
     act(null, async () => {
-      const { note } = await post("/api/train/note", { folder: this.folder, text: this.text.value, seen: this.seen });
+      const text = this.text.value;
+      const { note } = await post("/api/train/note", { folder: this.folder, text, seen: this.seen });
       this.seen = note;
-      this.text.value = note;
+      if (this.text.value === text) this.text.value = note; // else the user has written on
       this.tell();
       announce("the note is saved");
       this.onsave(note);
-    });
+    }).finally(() => { this.isSaving = false; });
   }
 }

@@ -14,7 +14,7 @@ const MOST = 8; // runs that are compared: as many as there are styles of curves
 
 export class Runs {
   constructor() {
-    Object.assign(this, { runs: [], jobs: [], styles: new Map(), panels: new Map(), rows: new Map(), looks: 0 });
+    Object.assign(this, { runs: [], jobs: [], styles: new Map(), panels: new Map(), rows: new Map(), looks: 0, notes: 0 });
     this.curves = new Curves();
     this.images = new Images();
     this.chosen = this.ofAddress();
@@ -52,7 +52,12 @@ export class Runs {
     this.active = this.activeNow();
     const began = performance.now();
     if ((this.looks % EVERY === 0 && began >= (this.rest ?? 0)) || hasEnded || !this.looks) {
-      this.runs = (await get("/api/train/runs")).runs;
+      let notes, runs;
+      do {
+        ({ notes } = this);
+        ({ runs } = await get("/api/train/runs"));
+      } while (notes !== this.notes); // a note was saved meanwhile, which this list may not have
+      this.runs = runs;
       this.rest = began + (performance.now() - began) * REST;
     }
     this.looks += 1;
@@ -206,6 +211,7 @@ export class Runs {
 
   panelOf(folder) {
     const onnote = (note) => {
+      this.notes += 1;
       for (const run of this.runs) if (run.folder === folder) run.note = note;
       this.render();
     };
