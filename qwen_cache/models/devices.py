@@ -503,17 +503,23 @@ class LiveBytes(TorchDispatchMode):
     repeats = True
     """False where every call has to run, since it is counted."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch would set its compiler aside for every call, and no code on "meta" is compiled."""
+        return False
+
     def __init__(self, known: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now, self.peak = 0, 0
         self.sizes = {tensor.untyped_storage()._cdata: 0 for tensor in known}
+        self.ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.layouts = _LAYOUTS.setdefault(torch.get_default_dtype(), {})
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types or not self.repeats or _gives_views(function):
             return self._counted(function(*args, **kwargs))
-        call = function, _without_data(args), _without_data(tuple(kwargs.items()))
+        call = function, _without_data(args), *kwargs, _without_data(tuple(kwargs.values())) if kwargs else ()
         if (known := self.layouts.get(call)) is not None:
             return self._counted(tuple(map(_new, known)) if isinstance(known, list) else _new(known))
         result = function(*args, **kwargs)
@@ -522,20 +528,22 @@ class LiveBytes(TorchDispatchMode):
         return self._counted(result)
 
     def _counted(self, result: Any) -> Any:
-        for tensor in _tensors(result):
+        for tensor in (result,) if isinstance(result, Tensor) else _tensors(result):
             if tensor.is_meta:
                 self._add(tensor.untyped_storage())
         return result
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata in self.sizes:
+        number = storage._cdata
+        if number in self.sizes:
             return
-        self.sizes[storage._cdata] = storage.nbytes()
-        self.now += storage.nbytes()
+        self.sizes[number] = size = storage.nbytes()
+        self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, storage._cdata)
+        self.ends[number] = weakref.ref(storage, lambda _: self._free(number))
 
     def _free(self, storage: int) -> None:
+        del self.ends[storage]
         self.now -= self.sizes.pop(storage)
 
 
@@ -618,7 +626,7 @@ def _without_data(value: Any) -> Any:
     """An argument of a call, as far as the layout of the result depends on it."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
-    return tuple(map(_without_data, value)) if isinstance(value, (tuple, list)) else (type(value), value)
+    return tuple([_without_data(each) for each in value]) if isinstance(value, (tuple, list)) else (type(value), value)
 
 
 class FlashAttention(TorchFunctionMode):
