@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
+from importlib.metadata import distribution
 
 from PIL import Image
 
@@ -15,6 +15,7 @@ def photograph(name: str) -> Image.Image:
 
 @cache
 def _decoded(name: str) -> Image.Image:
-    folder = files("sklearn.datasets") / "images" if name in ("china.jpg", "flower.jpg") else files("skimage") / "data"
-    with (folder / name).open("rb") as file:
-        return Image.open(file).convert("RGB")
+    of_sklearn = name in ("china.jpg", "flower.jpg")
+    package, folder = ("scikit-learn", "sklearn/datasets/images") if of_sklearn else ("scikit-image", "skimage/data")
+    with Image.open(distribution(package).locate_file(f"{folder}/{name}")) as image:  # without an import, which is long
+        return image.convert("RGB")
