@@ -39,7 +39,9 @@ def model(tiny_model: Callable[[str], Path]) -> Path:
 
 
 def test_it_builds_the_bytes_of_a_build(pairs: Path, tmp_path: Path, model: Path) -> None:
-    """Also those of the validation cache, with it or alone."""
+    """Also those of the validation cache, with it or alone; of a pair with a mask, and of one with two controls."""
+    for path in [*pairs.rglob("china.*"), *pairs.rglob("flower.*")]:
+        path.unlink()
     prompts = [{"prompt": "make it red", "control": str(next((pairs / "control_images").iterdir()))}]
     prompts += [{"prompt": "a cat " * 50}]  # whose tokens are counted there
     wanted = ("--set", f"validation.prompts={json.dumps(prompts)}")
