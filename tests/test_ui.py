@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,20 +18,24 @@ from typing import Any, ClassVar
 
 import httpx2
 import pytest
+import uvicorn
 from fastapi.routing import iter_route_contexts
 from PIL import Image
 from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from qwen_cache.errors import ConfigError
+from qwen_cache.options import run_app
 from qwen_cache.service.http import RefusedError
 from qwen_cache.settings.describe import all_settings
 from qwen_cache.settings.load import load_config
+from qwen_train.ui import __main__ as ui
 from qwen_train.ui.app import FILES, HERE, PAGES, PATHS, STATIC_FOLDER, Access
 from qwen_train.ui.workspace import Workspace, options_of
 
 from .support.browser import chromium, new_page
-from .support.commands import command
+from .support.commands import Result, refused, run
+from .support.processes import popen
 from .support.ui import ONCE, ORIGIN, OWN, PORT, PROGRAM, TOKEN, enter, opened, running, served, signed
 from .support.waiting import HANG, wait_until
 
@@ -355,14 +359,29 @@ def test_a_wrong_setting_is_named(own: TestClient) -> None:
     assert (answer.json()["where"], answer.json()["found"]) == ("train.max_steps", "many")
 
 
-def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
+@pytest.fixture
+def ui_here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Result]:
+    """`qwen-cache ui` for a folder, in this process, with a server that ends at once."""
+
+    def execute(program: str, words: list[str]) -> None:
+        assert [program, *words[1:4]] == [sys.executable, "-P", "-m", ui.__package__]
+        sys.argv = words[3:]
+        run_app(ui.run)
+
+    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_, **__: None)
+    return lambda folder: run("qwen-cache", "ui", folder, "--port", "0", "--no-browser")
+
+
+def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path, ui_here: Callable[[Path], Result]) -> None:
     """The process is the one that was started, and has its options, those of every command included."""
     program = Path(sys.executable).parent / "qwen-cache"
     arguments = [program, "ui", tmp_path, "--port", "0", "--no-browser", "--json", "--quiet"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as ui:
-        assert ui.stdout is not None
-        lines = [ui.stdout.readline() for _ in range(3)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with popen(arguments, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline() for _ in range(3)]
         url = json.loads("".join(lines))["url"]
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", url)
         address, _, token = url.partition("/#token=")
@@ -371,13 +390,12 @@ def test_one_ui_for_a_folder_and_an_end_by_ctrl_c(tmp_path: Path) -> None:
         )
         assert (answer.json()["paused"], answer.json()["jobs"]) == (False, [])
         assert httpx2.get(f"{address}/api/jobs", timeout=HANG, verify=False).status_code == 401
-        second = command("qwen-cache", "ui", tmp_path, "--port", "0", "--no-browser", fresh=False)
-        assert second.code == 2
-        assert "this folder is already open in another `qwen-cache ui`" in second.stderr
-        ui.send_signal(signal.SIGINT)
-        assert ui.wait(HANG) == 0
-        assert ui.stderr is not None
-        assert "Ctrl-C ends the UI" not in ui.stderr.read()
+        second = ui_here(tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(HANG) == 0
+        assert process.stderr is not None
+        assert "Ctrl-C ends the UI" not in process.stderr.read()
+    refused(second, "this folder is already open in another `qwen-cache ui`")
 
 
 @pytest.mark.slow
@@ -410,10 +428,8 @@ def test_many_large_images_take_the_memory_of_one(tmp_path: Path) -> None:
         assert peak(*range(1, 8)) < 1.5 * one
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    result = command("qwen-cache", "ui", tmp_path / "missing", "--no-browser", fresh=False)
-    assert result.code == 2
-    assert "no such folder" in result.stderr
+def test_a_folder_that_is_not_there_is_refused(tmp_path: Path, ui_here: Callable[[Path], Result]) -> None:
+    refused(ui_here(tmp_path / "missing"), "no such folder")
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
@@ -512,7 +528,7 @@ def test_other_pages_in_the_browser_reach_nothing(project: Path, own: TestClient
     with recorder() as port, served(project) as ui, chromium() as browser:
         page = new_page(browser)
         enter(page, ui, token=ONCE)
-        assert page.url == f"{ui}/"
+        assert page.url in (f"{ui}/", f"{ui}/?source=data")  # the page opens its source when that is found
         page.wait_for_selector("#rows img[data-state=there]")
         image = page.locator("#rows img").first.get_attribute("src")
         for host in "127.0.0.1", "localhost":
