@@ -311,6 +311,7 @@ def train_mixed(built: Callable[..., Path], tiny_model: Callable[[str], Path], t
 def s3() -> Iterator[tuple[str, int]]:
     """moto's server, which every S3 client of this process and its children uses."""
     import fsspec
+    from moto import backends
     from moto.server import ThreadedMotoServer
 
     from .support.server import BUCKET, fresh_clients
@@ -320,6 +321,8 @@ def s3() -> Iterator[tuple[str, int]]:
     server.start()
     address = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
+        services = frozenset(backends.list_of_moto_modules())  # by itself it reads its folders twice for each request
+        patch.setattr(backends, "list_of_moto_modules", lambda: services)
         for name, value in {
             "AWS_ENDPOINT_URL": f"http://{address[0]}:{address[1]}",
             "AWS_ACCESS_KEY_ID": "somebody",
