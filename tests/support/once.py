@@ -42,16 +42,16 @@ def once() -> Iterator[None]:
 
 
 def copies_of(value: Any) -> Callable[[], Any]:
-    """A function that gives a new copy of `value` each time; by `copy.deepcopy` where that cannot be pickled."""
+    """A function that gives a new copy of `value` as it is now; by `copy.deepcopy` where that cannot be pickled."""
     import torch
 
-    tensors, pickled = list[Any](), io.BytesIO()
+    tensors, pickled, kept = list[Any](), io.BytesIO(), dict[int, Any]()
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, part: Any) -> int | None:
             if not isinstance(part, torch.Tensor):
                 return None
-            tensors.append(part)
+            tensors.append(copy.deepcopy(part, kept))
             return len(tensors) - 1
 
     class Unpickler(pickle.Unpickler):
@@ -65,7 +65,7 @@ def copies_of(value: Any) -> Callable[[], Any]:
     try:
         Pickler(pickled, pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return partial(copy.deepcopy, value)
+        return partial(copy.deepcopy, copy.deepcopy(value))
     return lambda: Unpickler().load()
 
 
@@ -88,7 +88,7 @@ def _remembering(base: Any, models: dict[str, Any]) -> Any:
                 return loaded
             if len(models) == MODELS:
                 del models[next(iter(models))]
-            models[key] = copies_of(copy.deepcopy(loaded))
+            models[key] = copies_of(loaded)
             return loaded
         return models[key]()
 
