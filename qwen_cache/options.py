@@ -540,7 +540,9 @@ def quiet_libraries() -> None:
     }.items():
         os.environ.setdefault(name, value)
     for name in ("bitsandbytes", "torchao", "torch.utils._pytree"):  # they warn of kernels that this machine lacks
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logger = logging.getLogger(name)
+        if logger.level != logging.ERROR:  # setting it goes through all loggers there are
+            logger.setLevel(logging.ERROR)
 
 
 def version_lines(program: str) -> str:
