@@ -359,15 +359,17 @@ function keyed(event, active, step) {
 
 // ---- selecting and leaving out ---------------------------------------------------------------------------------------
 
-// The row that the user sees at an index, as it is now; the list that is being read may have another one there.
-async function rowAt(index) {
+// The row that the user sees at an index, if the list that is being read has another one there by now.
+async function moved(index) {
   const seen = list.seen(index), now = await list.row(index);
-  return seen && seen.name !== now?.name ? seen : now;
+  return seen && seen.name !== now?.name ? seen : null;
 }
 
+const rowAt = async (index) => await moved(index) ?? list.row(index);
+
 async function openAt(index, isWriting = false) {
-  const seen = list.seen(index), now = await list.row(index);
-  await (seen && seen.name !== now?.name ? page.openRow(seen) : editor.open(index, isWriting));
+  const seen = await moved(index);
+  await (seen ? page.openRow(seen) : editor.open(index, isWriting));
 }
 
 // The rows of the view in their order; null if the page shows others by then.

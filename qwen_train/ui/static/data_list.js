@@ -201,8 +201,8 @@ export class RowList {
     return undefined;
   }
 
-  // The row that the user sees at an index; undefined where none is shown yet.
-  seen(index) { return this.shown.get(index)?.value ?? undefined; }
+  // The row that the user sees at an index, if one is shown there yet.
+  seen(index) { return this.shown.get(index)?.value; }
 
   elements() { return this.shown.values(); }
 
