@@ -4,7 +4,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
-SPREAD := --numprocesses auto --maxprocesses 4 --dist loadfile  # a process takes 2 GB; a file's fixtures are made once
+# one process more than there are cores, since tests also wait; each takes 2 GB; a file's fixtures are made once
+PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
+SPREAD := --numprocesses $(PROCESSES) --dist loadfile
 OLD := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Config Deprecation:UserWarning'
 SHARE ?= 1/1
 SHELL := bash
