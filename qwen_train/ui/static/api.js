@@ -118,6 +118,25 @@ export function clearError() {
   at("errors").replaceChildren();
 }
 
+// A double click is one click, and a key that is held down is pressed once: more of them would hit what the first one has
+// brought. Buttons that one presses quickly name in `data-repeats` what they repeat.
+let repeated; // by quick clicks at one place
+
+addEventListener("click", (event) => {
+  const pressed = event.target.closest("button") ?? event.target, { repeats } = pressed.dataset;
+  if (event.detail < 2) repeated = repeats;
+  else if (pressed.matches("button, dialog") && (!repeats || repeats !== repeated)) drop(event);
+}, true);
+
+addEventListener("keydown", (event) => {
+  if (event.repeat && event.key === "Enter" && event.target.matches("button:not([data-repeats]), input")) drop(event);
+}, true);
+
+function drop(event) {
+  event.preventDefault();
+  event.stopImmediatePropagation();
+}
+
 // Run an action of the user; its error is shown, and the control is disabled meanwhile: a second click or key does nothing.
 export async function act(control, action) {
   if (control?.disabled) return undefined;

@@ -12,10 +12,10 @@ export class RowEditor {
   constructor(dialog, page) {
     Object.assign(this, { dialog, page, value: null, index: 0, painter: null, opacity: 0.5 });
     Object.assign(this, { asked: 0, closed: 0, stepping: Promise.resolve() });
-    const button = (label, title, action) => element("button", { type: "button", title, onclick: action }, label);
+    const button = (label, title, action, repeats) => element("button", { type: "button", title, "data-repeats": repeats, onclick: action }, label);
     this.title = element("h2", { id: "editor-title", tabindex: "-1" });
-    this.before = button("← Previous", "Alt+↑", () => this.step(-1));
-    this.after = button("Next →", "Alt+↓", () => this.step(1));
+    this.before = button("← Previous", "Alt+↑", () => this.step(-1), "previous");
+    this.after = button("Next →", "Alt+↓", () => this.step(1), "next");
     this.end = button("Close", "saves what you typed; Escape does not", () => this.close());
     this.shots = element("div", { class: "shots" });
     this.side = element("div", { class: "side" });

@@ -6,7 +6,7 @@ import { roleName } from "./data_thumbnails.js";
 // Buttons that turn an image; `change(send)` runs an edit and shows the row as it is then.
 export function turnButtons(page, value, image, change) {
   const button = (label, text, turns) => {
-    const name = `${label}: ${roleName(image.role)}`, made = element("button", { type: "button", title: label, "aria-label": name }, text);
+    const name = `${label}: ${roleName(image.role)}`, made = element("button", { type: "button", title: label, "aria-label": name, "data-repeats": name }, text);
     const body = { source: page.source, row: value.row, seen: value.version, role: image.role, v: image.v, turns };
     const said = `the ${roleName(image.role)} is turned`;
     made.addEventListener("click", () => act(made, () => change(() => post("/api/data/rotate", body), said)));

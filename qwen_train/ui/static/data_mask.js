@@ -57,8 +57,8 @@ export class MaskPainter {
       [tool, button(label, () => this.choose(tool), { "aria-pressed": String(tool === "paint") })]));
     const size = range("Brush", ...SIZES, this.size, 1, (value) => this.resize(value));
     this.sizeInput = size.querySelector("input");
-    this.undoButton = button("Undo", () => this.undo(), { disabled: true });
-    this.redoButton = button("Redo", () => this.redo(), { disabled: true });
+    this.undoButton = button("Undo", () => this.undo(), { disabled: true, "data-repeats": "undo" });
+    this.redoButton = button("Redo", () => this.redo(), { disabled: true, "data-repeats": "redo" });
     this.saveButton = button("Save the mask", () => act(this.saveButton, () => this.save()), { class: "primary" });
     this.state = element("span", { class: "muted", role: "status" });
     const choice = element("select", { onchange: (event) => { showImage(this.image, event.target.value); } },

@@ -141,8 +141,8 @@ const isCut = (job) => job.kind === "build" && ["stopped", "lost"].includes(job.
 
 // By what a job says it can: the button, and what it does.
 export const ACTIONS = {
-  up: { label: () => "Up", run: send("move", () => ({ by: -1 })) },
-  down: { label: () => "Down", run: send("move", () => ({ by: 1 })) },
+  up: { label: () => "Up", run: send("move", () => ({ by: -1 })), isRepeated: true },
+  down: { label: () => "Down", run: send("move", () => ({ by: 1 })), isRepeated: true },
   save: { label: () => "Save now", run: save },
   sample: { label: () => "Sample now", run: sample },
   stop: { label: ({ state }) => state === "stopping" ? "Stop without saving" : "Stop", run: send("stop", seen) },
@@ -176,8 +176,9 @@ export class Actions {
 
   row(name) {
     if (!this.made.has(name)) {
-      const { kind } = this.table[name];
-      const button = element("button", { type: "button", class: kind, onclick: () => this.run(name, button) });
+      const { kind, isRepeated } = this.table[name];
+      const repeats = isRepeated && `${name} ${this.job.id}`;
+      const button = element("button", { type: "button", class: kind, "data-repeats": repeats, onclick: () => this.run(name, button) });
       const said = this.about && element("span");
       const node = said ? element("div", {}, element("dt", {}, button), element("dd", {}, said)) : button;
       this.made.set(name, { node, button, said });

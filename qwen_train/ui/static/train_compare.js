@@ -13,7 +13,7 @@ export class Compare {
     const choice = (name) => element("select", { onchange: (event) => this.choose({ [name]: event.target.value }) });
     [this.sample, this.leftSelect, this.rightSelect] = ["sample", "left", "right"].map(choice);
     this.sample.addEventListener("change", () => this.choose({ left: "", right: "" }));
-    const swap = element("button", { type: "button", onclick: () => this.swap() }, "Swap");
+    const swap = element("button", { type: "button", "data-repeats": "swap", onclick: () => this.swap() }, "Swap");
     this.right = element("img", { draggable: "false" });
     this.left = element("img", { draggable: "false" });
     this.edge = element("div", { class: "edge", "aria-hidden": "true" });

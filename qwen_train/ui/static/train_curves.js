@@ -44,7 +44,7 @@ export class Curves {
       type: "number", class: "small", min: "0", step: "1", "aria-label": label,
       onchange: () => this.typed(),
     });
-    const button = (text, onclick) => element("button", { type: "button", onclick }, text);
+    const button = (text, onclick, repeats) => element("button", { type: "button", "data-repeats": repeats, onclick }, text);
     this.from = input("First step of the charts");
     this.to = input("Last step of the charts");
     this.whole = button("Whole run", () => this.show(null, null));
@@ -55,7 +55,7 @@ export class Curves {
       this.show(first - by, last + by);
     };
     at("range-tools").append(element("span", {}, "Steps"), this.from, element("span", {}, "to"), this.to,
-      button("Zoom in", zoom(1 / 2)), button("Zoom out", zoom(2)), this.whole, this.shortest,
+      button("Zoom in", zoom(1 / 2), "in"), button("Zoom out", zoom(2), "out"), this.whole, this.shortest,
       element("span", { class: "muted" }, "Drag across a chart, or press + and − in it; Shift with an arrow moves on, 0 shows all."));
   }
 
