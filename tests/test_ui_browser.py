@@ -1,13 +1,15 @@
-"""The pages in a browser: clicks that were not meant."""
+"""The Build, Generate, Train and Queue pages in a browser: clicks that were not meant, and late or failed answers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
-from .support.browser import chromium, new_page
+from .support.browser import Late, chromium, new_page
 from .support.ui import enter, served
 from .support.waiting import wait_until
 from .support.written_runs import write_image, write_run
@@ -15,6 +17,8 @@ from .support.written_runs import write_image, write_run
 pytestmark = pytest.mark.slow
 
 LORA = "pytorch_lora_weights.safetensors"
+PLAN = {"to_encode": 3, "cached": 0, "to_copy": 0, "kept": 0, "new_masks": 0, "samples": [], "problems": []}
+PLAN |= {"lengths": {"samples": 0, "problems": 0, "removed": 0}}
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +154,243 @@ def test_a_double_click_is_one_and_a_key_that_is_held_is_pressed_once(page: Any,
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Zoom in").dblclick()
     assert [each.input_value() for each in page.locator("#range-tools input").all()] == ["4", "6"]
+
+
+def test_a_form_starts_once_and_as_it_was_checked(page: Any, address: str) -> None:
+    """However late the check is, or how quickly Start is pressed again."""
+    program = Program(page)
+    page.goto(f"{address}/build")
+    page.fill("#source", "more")
+    page.locator("#command code", has_text="more").wait_for()
+    held: list[Any] = []
+    page.route("**/api/build/start", lambda route: held.append(route))
+    late = Late(page, "**/api/build/command")
+    page.click("#start")
+    late.wait()
+    page.fill("#source", "photos")
+    late.wait(2)
+    late.deliver()
+    wait_until(lambda: page.wait_for_timeout(20) or held)
+    assert json.loads(held[0].request.post_data)["source"] == "more"
+    page.locator("#command code:not(:has-text('more'))").wait_for()
+    assert page.is_disabled("#start"), "the first one has not been answered"
+    program.tell(held.pop())
+    page.unroute("**/api/build/start")
+    for count in (1, 2):
+        page.locator("#start:enabled").wait_for()
+        press(page, "#start", count)
+        wait_until(lambda: page.wait_for_timeout(20) or len(program.told) == 2)
+    page.click("#verify")
+    program.wait("start build", "start build", "verify build")
+
+    page.goto(f"{address}/generate")
+    bodies: list[str] = []
+    page.on("request", lambda each: "/start" in each.url and bodies.append(json.loads(each.post_data)["prompt"]))
+    for prompt in ("red", "blue"):
+        page.fill("#prompt", prompt)
+        page.locator("#command code", has_text=prompt).wait_for()
+        page.focus("#model")
+        page.keyboard.down("Enter")
+        wait_until(lambda: page.wait_for_timeout(20) or prompt in bodies)  # noqa: B023
+        page.locator("#start:enabled").wait_for()
+        page.keyboard.down("Enter")
+        page.keyboard.up("Enter")
+    assert bodies == ["red", "blue"]
+
+
+def test_what_fails_is_asked_again_until_it_is_answered(page: Any, address: str) -> None:
+    """Every first request of a page fails: it says so, then becomes as if nothing had been, and the message goes."""
+    failed = set[str]()
+    ended = {"state": "done", "code": 0}
+    jobs = [job("m", kind="measure", **ended), job("v", kind="verify", **ended), job("t", checkpoint=1)]
+    answers: dict[str, Any] = {
+        "/api/jobs": {"jobs": jobs, "held": [], "paused": False, "gpus": [], "problem": ""},
+        "/api/jobs/v/result": {"document": {"ok": True}},
+        "/api/build/measured/m": {"line": "", "source": "photos", "message": "", "plan": PLAN},
+    }
+
+    def once(route: Any) -> None:
+        path = urlsplit(route.request.url).path
+        if path in failed:
+            route.fulfill(json=answers[path]) if path in answers else route.continue_()
+        else:
+            failed.add(path)
+            route.fulfill(status=500, json={"error": "not yet"})
+
+    page.route("**/api/**", once)
+    there = {
+        "/build": ("#command code", ".devices li", "#plan-place:not([hidden])", "text=All checksums match."),
+        "/generate": ("#lora option[value*='checkpoint-2']", "#settings input", "#devices select"),
+        "/train#run=out": ("#preset optgroup", "#show select", "#line code", "#devices input", "#charts svg"),
+    }
+    for path, shown in there.items():
+        failed.clear()
+        page.goto(address + path)
+        page.locator("#errors", has_text="not yet").wait_for()
+        for css in shown:
+            page.locator(css).first.wait_for(state="attached")
+        page.locator("#errors > *").wait_for(state="detached")
+    page.locator(".loras").locator("xpath=../summary").click()
+    page.locator(".loras li").wait_for(state="attached")
+    page.locator("#errors > *").wait_for(state="detached")
+
+    failed.clear()
+    page.goto(f"{address}/generate")
+    page.locator("#lora option[value*='checkpoint-2']").wait_for(state="attached")
+    page.fill("#prompt", "red")
+    page.locator("#command code", has_text="red").wait_for()
+    failed.remove("/api/generate/command")
+    page.fill("#prompt", "blue")
+    page.locator("#command code", has_text="blue").wait_for()
+    failed.remove("/api/generate/choices")
+    jobs[2]["checkpoint"] = 2  # a new one to offer
+    wait_until(lambda: page.wait_for_timeout(20) or "/api/generate/choices" in failed)
+    page.wait_for_event("response", lambda each: each.ok and "/api/generate/choices" in each.url)
+
+    page.locator("#errors > *").wait_for(state="detached")
+    page.evaluate("import('/static/api.js').then(({ showError }) => showError({ message: 'of another' }))")
+    failed.remove("/api/jobs")
+    page.locator("#errors", has_text="not yet").wait_for()
+    page.evaluate("import('/static/api.js').then(({ showError }) => showError({ message: 'of another' }))")
+    page.wait_for_event("response", lambda each: each.ok and "/api/jobs" in each.url)
+    page.wait_for_event("request", lambda each: "/api/jobs" in each.url)
+    assert "of another" in page.inner_text("#errors"), "the error of another is not cleared"
+
+
+Answer = Callable[[Any, Any], None]
+
+
+def in_turn(page: Any, *asked: tuple[str, Callable[[], object]]) -> Answer:
+    """Ask for two things with these addresses; the returned function answers the second one, then the first."""
+    held: list[Any] = []
+
+    def hold(count: int) -> Callable[[Any], object]:
+        return lambda route: held.append(route) if len(held) < count else route.fallback()
+
+    for count, (pattern, ask) in enumerate(asked, 1):
+        page.route(pattern, hold(count))
+        ask()
+        wait_until(lambda: page.wait_for_timeout(20) or len(held) == count)  # noqa: B023
+
+    def answer(first: Any, second: Any) -> None:
+        for route, value in zip(reversed(held), (second, first), strict=True):
+            with page.expect_response(route.request.url):
+                route.fulfill(json=value)
+            page.wait_for_timeout(50)
+
+    return answer
+
+
+def test_the_newest_choice_is_shown_however_the_answers_come(page: Any, address: str) -> None:
+    """The presets of a model, curves of one smoothing, the LoRA files of a run, and its settings."""
+    show_form(page, address)
+    page.locator("#preset optgroup").first.wait_for(state="attached")
+    page.locator("#charts svg").first.wait_for()
+
+    def choose(name: str) -> tuple[str, Callable[[], object]]:
+        model = page.locator("[id='own-model.path']")
+        return f"**/api/train/presets?model={name}", lambda: (model.fill(name), model.press("Tab"))
+
+    answer = in_turn(page, choose("one"), choose("two"))
+    answer(*([{"name": name, "group": "all", "about": "", "settings": []}] for name in ("first", "second")))
+    assert page.locator("#preset option").all_inner_texts() == ["none", "second"]
+
+    def smooth(value: str, weight: str) -> tuple[str, Callable[[], object]]:
+        slider = page.get_by_role("slider", name="Smoothing")
+        return f"**/api/train/curves?*smoothing={weight}", lambda: slider.fill(value)
+
+    def curves(value: float) -> dict[str, Any]:
+        loss = {"steps": [1, 2, 3], "values": [value] * 3, "not_finite": 0, "count": 3}
+        about = {"version": str(value), "lines": 3, "first": 1, "last": 3, "damaged": 0, "run": {}}
+        return about | {"series": {"loss": loss, "loss_smoothed": loss}}
+
+    page.route("**/api/train/curves?*", lambda route: route.fulfill(json={"version": ""}))  # no others
+    in_turn(page, smooth("1", "0.5"), smooth("2", "0.7"))(curves(0.125), curves(0.25))
+    plot = page.get_by_role("slider", name="Loss", exact=True)
+    plot.press("End")
+    assert plot.get_attribute("aria-valuetext").endswith("as logged 0.25, smoothed 0.25")
+
+    runs = page.evaluate("import('/static/api.js').then(({ get }) => get('/api/train/runs'))")
+    page.route("**/api/train/runs", lambda route: route.fulfill(json=runs))
+    loras = "**/api/train/loras?*"
+    answer = in_turn(
+        page,
+        (loras, lambda: page.locator("summary", has_text="LoRA files to download").click()),
+        (loras, lambda: [run.update(checkpoint=4) for run in runs["runs"]]),
+    )
+    answer(*({"loras": [{"step": step, "bytes": 1}]} for step in (2, 4)))
+    assert page.locator(".loras li").all_inner_texts() == ["step 4 1 B"]
+
+    def fill(folder: str) -> tuple[str, Callable[[], object]]:
+        css = f"[aria-label='New run with these settings: {folder}']"
+        return f"**/api/train/settings?folder={folder}", lambda: page.click(css)
+
+    page.locator("tr[data-folder=other] input").check()
+    answer = in_turn(page, fill("out"), fill("other"))
+    answer(*({"changes": {"train.max_steps": steps}, "devices": [], "left_out": []} for steps in (5, 6)))
+    assert "the settings of other" in page.inner_text("#filled")
+    assert page.input_value("[id='setting-train.max_steps']") == "6"
+
+
+def test_what_is_typed_before_an_answer_stays(page: Any, address: str) -> None:
+    """In the form of Build, the image to add in Generate, and the name of a run and its settings in Train."""
+    late = Late(page, "**/api/build")
+    page.goto(f"{address}/build")
+    late.wait()
+    page.fill("#source", "more")
+    page.check("#mode-repair")
+    late.deliver()
+    page.locator("#command code", has_text="more --repair").wait_for()
+
+    late = Late(page, "**/api/folder")
+    page.goto(f"{address}/generate")
+    late.wait()
+    page.fill("#prompt", "red")
+    late.deliver()
+    page.locator("#command code", has_text="red").wait_for()
+    late = Late(page, "**/api/generate/preview?*")
+    page.fill("#from-folder", "photos/a.png")
+    page.click("#add")
+    late.wait()
+    page.fill("#from-folder", "another")
+    late.deliver()
+    page.locator("#chosen li").wait_for()
+    page.locator("#add:enabled").wait_for()
+    assert page.input_value("#from-folder") == "another"
+
+    late, places = Late(page, "**/api/train/runs"), Late(page, "**/api/train/places")
+    page.goto(f"{address}/train#run=out")
+    late.wait()
+    page.locator("#new-run > summary").click()
+    late.deliver()
+    page.locator("#runs tr").first.wait_for()
+    assert page.locator("#new-run[open]").count() == 1
+    page.click("[aria-label='New run with these settings: out']")  # waits for the form
+    places.wait()
+    places.deliver()
+    page.locator("#filled", has_text="the settings of out").wait_for()
+    page.get_by_label("Presets").select_option("Edit")
+    size, out = page.locator("[id='setting-train.batch_size']"), page.locator("[id='own-train.output_dir']")
+    held: list[Any] = []
+    page.route("**/api/settings?*", lambda route: held.append(route))
+    page.get_by_role("button", name="Change these 5 settings").click()
+    size.fill("3")
+    page.wait_for_timeout(50)
+    for route in held:  # none that would show the settings again
+        with page.expect_response(route.request.url):
+            route.continue_()
+    page.wait_for_timeout(50)
+    assert size.input_value() == "3"
+    out.fill("begun")
+    page.locator("#line code", has_text="begun").wait_for()
+    page.route("**/api/train/start", lambda route: held.append(route))
+    held.clear()
+    page.click("#start")
+    wait_until(lambda: page.wait_for_timeout(20) or held)
+    out.fill("typed")
+    held[-1].fulfill(json=job("begun", "queued"))
+    page.locator("#new-run:not([open])").wait_for(state="attached")
+    with page.expect_response("**/api/train/places"):
+        page.locator("#new-run > summary").click()
+    page.wait_for_timeout(50)
+    assert (size.input_value(), out.input_value()) == ("3", "typed")

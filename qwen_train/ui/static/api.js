@@ -2,6 +2,8 @@
 
 import { currentToken, forget, signed } from "./token.js";
 
+const AGAIN = 1000; // ms until what has failed is asked again
+
 export class ApiError extends Error {
   constructor(status, answer) {
     super(answer.error ?? `the program answered ${status}`);
@@ -103,15 +105,18 @@ export function announce(text) {
   at("announcements").textContent = text;
 }
 
+// Show an error in place of another one; returns its element, which stays if it says the same.
 export function showError(error) {
-  if (error.name === "AbortError") return;
-  const lines = error.lines ?? [String(error.message ?? error)];
-  at("errors").replaceChildren(
-    element("div", { class: "error" },
-      element("p", {}, lines[0]),
-      ...lines.slice(1).map((line) => element("p", { class: "detail" }, line)),
-      error.do ? element("p", { class: "do" }, `→ ${error.do}`) : null,
-      element("button", { type: "button", onclick: clearError }, "Dismiss")));
+  if (error.name === "AbortError") return null;
+  const lines = error.lines ?? [String(error.message ?? error)], before = at("errors").firstElementChild;
+  const made = element("div", { class: "error" },
+    element("p", {}, lines[0]),
+    ...lines.slice(1).map((line) => element("p", { class: "detail" }, line)),
+    error.do ? element("p", { class: "do" }, `→ ${error.do}`) : null,
+    element("button", { type: "button", onclick: clearError }, "Dismiss"));
+  if (before?.isEqualNode(made)) return before;
+  at("errors").replaceChildren(made);
+  return made;
 }
 
 export function clearError() {
@@ -151,20 +156,47 @@ export async function act(control, action) {
   }
 }
 
+// The answer of `ask`, which is asked until it succeeds; its error is shown as long as it fails. Undefined once the answer
+// is not wanted any more.
+export async function answered(ask, isWanted = () => true) {
+  let shown = null;
+  try {
+    while (isWanted()) {
+      try {
+        return await ask();
+      } catch (error) {
+        if (isWanted()) shown = showError(error) ?? shown;
+        await new Promise((done) => setTimeout(done, AGAIN));
+      }
+    }
+    return undefined;
+  } finally {
+    shown?.remove();
+  }
+}
+
+// A function that asks until it is answered, and hands over the answer: `take(answer, ...given)`. A newer call takes the
+// place of the older ones.
+export function newest(ask, take) {
+  let last = 0;
+  return async (...given) => {
+    const number = (last += 1), isWanted = () => number === last, answer = await answered(() => ask(...given), isWanted);
+    if (isWanted()) take(answer, ...given);
+  };
+}
+
 // Call `look` now and after every pause, which is longer while the page is hidden. The returned function lets it look
 // now, or after the look under way; its promise ends with that look, whose error is shown.
 export function poll(look, pause = () => 1000) {
-  let timer, next = null, last = Promise.resolve(), isLost = false;
+  let timer, next = null, last = Promise.resolve(), shown = null;
   async function once() {
     next = null;
     clearTimeout(timer);
     try {
       await look();
-      if (isLost) clearError();
-      isLost = false;
+      shown?.remove();
     } catch (error) {
-      showError(error);
-      isLost = error.status === 0;
+      shown = showError(error) ?? shown;
     }
     clearTimeout(timer);
     timer = setTimeout(now, document.hidden ? 10 * pause() : pause());

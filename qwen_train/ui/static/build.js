@@ -1,6 +1,6 @@
 // The Build page: a form that is a command line, its plan, and the jobs that build, verify and inspect.
 
-import { act, announce, at, clearError, element, get, offer, post, setText, showError } from "./api.js";
+import { act, announce, answered, at, element, get, offer, post, setText, showError } from "./api.js";
 import { showPlan } from "./build_plan.js";
 import { CommandForm } from "./command_form.js";
 import { deviceList, deviceSelect } from "./devices.js";
@@ -17,6 +17,9 @@ const COMMON = [
   "data.vae_image_size", "data.resolution", "data.resize_mode", "data.on_error", "data.edit_mask", "data.trigger_word",
   "cache.dtype", "cache.text_quantization", "cache.text_offload", "cache.thumbnails",
 ];
+
+// The form until it is filled.
+const EMPTY = { source: "", model: "", cache: "", format: "v2", reuse: [], at: "", mode: "new", watch: 10, rehash: false };
 
 let base, planned = null, jobs = [], shownMeasure = "";
 const devices = {};
@@ -56,6 +59,12 @@ function others() {
   const { changes, ...now } = values();
   const isOther = ([name, value]) => !SHARED.includes(name) && JSON.stringify(value) !== JSON.stringify(base[name]);
   return Object.fromEntries(Object.entries(now).filter(isOther));
+}
+
+// What the user has chosen in the form before it is filled.
+function typed() {
+  const isOther = ([name, value]) => name in EMPTY && JSON.stringify(value) !== JSON.stringify(EMPTY[name]);
+  return Object.fromEntries(Object.entries(values()).filter(isOther));
 }
 
 function fill(given) {
@@ -118,8 +127,8 @@ async function plan() {
 // The result of the newest measuring is the plan, once.
 async function showMeasured(job) {
   if (!job || !["done", "failed"].includes(job.state) || shownMeasure === job.id) return;
-  shownMeasure = job.id;
   const answer = await get(`/api/build/measured/${job.id}`);
+  shownMeasure = job.id;
   if (answer.plan && (!planned || planned.made < job.started)) show(answer, job.started);
 }
 
@@ -150,16 +159,15 @@ function summaryOf(output) {
 // What was found about a cache; a page that came with the folder is not opened.
 async function showFound(job, card) {
   if (!isEnded(job) || card.isFilled) return;
-  card.isFilled = true;
   if (job.kind === "inspect" && job.state === "done" && job.is_own) {
-    const link = element("a", { target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`);
-    card.extra.append(element("p", {}, link));
-    link.href = await signed(`/written/inspect/${job.about.page}`);
+    const href = await signed(`/written/inspect/${job.about.page}`);
+    card.extra.append(element("p", {}, element("a", { href, target: "_blank", rel: "noopener" }, `Open the page about ${job.about.cache}`)));
   }
   if (job.kind === "verify" && ["done", "failed"].includes(job.state)) {
     const { document: result } = await get(`/api/jobs/${job.id}/result`);
     card.extra.append(...verified(result));
   }
+  card.isFilled = true;
 }
 
 function verified(result) {
@@ -212,7 +220,7 @@ const begin = (button, name, cache) => act(button, async () => reveal(await post
 const deviceChoice = (title, about) => deviceSelect(title, { several: true, about, onchange: changed });
 
 async function open() {
-  const { values: found, sources, models, caches } = await get("/api/build");
+  const { values: found, sources, models, caches } = await answered(() => get("/api/build"));
   const own = Object.fromEntries(Object.entries(FIELDS).map(([name, key]) => [name, found[key] ?? ""]));
   offer(at("sources"), sources);
   offer(at("models"), models);
@@ -223,29 +231,29 @@ async function open() {
   at("device-list").append(deviceList());
   at("device-choices").append(devices.vae.node, devices.text.node);
   base = {
-    ...own, vae_device: found["cache.vae_device"], text_device: found["cache.text_device"],
-    reuse: found["cache.reuse"], at: "", mode: "new", watch: 10, rehash: false,
+    ...EMPTY, ...own, vae_device: found["cache.vae_device"], text_device: found["cache.text_device"],
+    reuse: found["cache.reuse"],
   };
   const shared = Object.fromEntries(SHARED.map((name) => [name, chosen(name) || base[name]]));
-  fill({ ...base, ...kept("build", base), ...shared });
-  at("looked").value = at("cache").value;
+  fill({ ...base, ...kept("build", base), ...shared, ...typed() });
+  at("looked").value ||= at("cache").value;
   await settings.load();
-  showMode();
-  at("build").addEventListener("submit", (event) => event.preventDefault());
-  for (const kind of ["input", "change"]) {
-    at("build").addEventListener(kind, (event) => {
-      if (event.target.id === "cache") at("looked").value = event.target.value;
-      if (event.target.dataset.key || event.target.name === "mode" || event.target.id === "rehash") changed();
-    });
-  }
-  for (const [name, action] of [["plan", plan], ["measure", () => start("measure")], ["start", () => start("start")]]) {
-    at(name).addEventListener("click", () => form.act(name, action));
-  }
-  for (const name of ["look", "verify"]) {
-    at(name).addEventListener("click", () => begin(at(name), name, at("looked").value));
-  }
+  changed();
   await form.ask();
   onJobs(showJobs);
 }
 
-open().then(clearError, showError);
+at("build").addEventListener("submit", (event) => event.preventDefault());
+for (const kind of ["input", "change"]) {
+  at("build").addEventListener(kind, ({ target }) => {
+    if (target.id === "cache") at("looked").value = target.value;
+    if (target.dataset.key || target.name === "mode" || target.id === "rehash") changed();
+  });
+}
+for (const [name, action] of [["plan", plan], ["measure", () => start("measure")], ["start", () => start("start")]]) {
+  at(name).addEventListener("click", () => form.act(name, action));
+}
+for (const name of ["look", "verify"]) {
+  at(name).addEventListener("click", () => begin(at(name), name, at("looked").value));
+}
+open().catch(showError);

@@ -1,7 +1,7 @@
 // A form that is a command line: after each change it is kept in this browser, and the program is asked for its line
 // and for what is wrong, which is shown at the fields and in a list. Its buttons work while there is a line.
 
-import { act, at, commandLine, element, post, showError } from "./api.js";
+import { act, at, commandLine, element, newest, post } from "./api.js";
 import { choose, keep } from "./project.js";
 import { showProblem } from "./settings_form.js";
 
@@ -14,7 +14,8 @@ export class CommandForm {
   // `isUseless(id)`: whether a button has nothing to do. `onanswer(problems)` is called after each answer.
   constructor(options) {
     Object.assign(this, { fields: {}, isUseless: () => false, onanswer: () => {} }, options);
-    Object.assign(this, { line: "", asked: 0 });
+    Object.assign(this, { line: "", running: new Set() });
+    this.look = newest((body) => this.check(body), (answer, body) => this.take(answer, body));
     this.enable();
   }
 
@@ -22,14 +23,28 @@ export class CommandForm {
     choose(this.choices());
     keep(this.name, this.values());
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => this.ask().catch(showError), PAUSE);
+    this.timer = setTimeout(() => this.ask(), PAUSE);
   }
 
-  async ask() {
+  ask() {
     clearTimeout(this.timer);
-    const number = (this.asked += 1), body = this.body();
-    const answer = body ? await answerTo(this.path, body) : { line: "" }, { line, problems = [] } = answer;
-    if (number !== this.asked) return; // a newer question
+    return this.look(this.body());
+  }
+
+  // The answer to a form, or what it is refused for.
+  async check(body) {
+    if (!body) return { line: "" };
+    try {
+      return await post(this.path, body);
+    } catch (error) {
+      if (!error.status || error.status >= 500) throw error;
+      const problem = ({ where, message: what, expected, found, do: remedy }) => ({ key: where ?? "", what, expected, found, do: remedy });
+      return { line: "", problems: [error, ...error.others].map(problem) };
+    }
+  }
+
+  take(answer, body) {
+    const { line, problems = [] } = answer;
     this.answer = answer;
     if (line !== this.line || !line) {
       const nothing = body ? [element("p", { class: "muted" }, "No command yet: see below what is missing.")] : [];
@@ -59,25 +74,19 @@ export class CommandForm {
     return id ? document.querySelector(`label[for="${id}"]`)?.textContent ?? key : this.settings.title(key);
   }
 
-  enable() { for (const id of this.buttons) at(id).disabled = !this.line || this.isUseless(id); }
+  enable() { for (const id of this.buttons) at(id).disabled = !this.line || this.isUseless(id) || this.running.has(id); }
 
-  // Send the form as it is now to another route; null, with the problems shown, while it is no command.
+  // Check the form as it is now, and send that to another route; null, with the problems shown, if it is no command.
   async send(path) {
-    await this.ask();
-    return this.line ? post(path, this.body()) : null;
+    const body = this.body(), answer = await this.check(body);
+    if (JSON.stringify(this.body()) === JSON.stringify(body)) this.take(answer, body); // else the user has changed it
+    return answer.line ? post(path, body) : null;
   }
 
-  // Run an action of the button with this id.
-  act(id, action) { return act(at(id), action).then(() => this.enable()); }
-}
-
-async function answerTo(path, body) {
-  try {
-    return await post(path, body);
-  } catch (error) {
-    if (!error.status || error.status >= 500) throw error;
-    const problem = ({ where, message: what, expected, found, do: remedy }) => ({ key: where ?? "", what, expected, found, do: remedy });
-    return { line: "", problems: [error, ...error.others].map(problem) };
+  // Run an action of the button with this id; until it ends, the button stays disabled.
+  act(id, action) {
+    const run = () => { this.running.add(id); return action().finally(() => this.running.delete(id)); };
+    return act(at(id), run).then(() => this.enable());
   }
 }
 

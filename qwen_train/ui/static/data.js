@@ -1,6 +1,6 @@
 // The Data page: a source, its rows, and what to do about them. Rows, dialog and groups are modules of their own.
 
-import { act, announce, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
+import { act, announce, answered, commandLine, element, get, plural, poll, post, showError, time } from "./api.js";
 import { CaptionPanel } from "./data_caption.js";
 import { RowEditor } from "./data_editor.js";
 import { OldVersions, changeFiles } from "./data_files.js";
@@ -469,7 +469,7 @@ lookAgain = poll(look, () => SLOW);
 const last = chosen("source");
 if (last) open(last).catch(showError);
 startUploads(open);
-get("/api/data/sources").then(async (found) => {
+answered(() => get("/api/data/sources")).then(async (found) => {
   if (!last && !page.source) {
     if (byId("source").value) showPlaces();  // the user is typing another one
     else await open(found.default);

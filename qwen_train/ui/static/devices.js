@@ -1,6 +1,6 @@
 // The devices of this machine: controls that choose among them, and a list of them with their memory.
 
-import { act, announce, arrange, bytes, element, get, plural, post } from "./api.js";
+import { act, announce, answered, arrange, bytes, element, get, plural, post } from "./api.js";
 
 const CPU = { name: "cpu", title: "CPU", memory: null, free: null };
 const listeners = [];
@@ -8,7 +8,7 @@ let known = null, asked = null;
 
 // {devices: [{name, title, memory, free, bf16}], problem, do}. The first look takes seconds; its answer is kept.
 export function loadDevices() {
-  asked ??= get("/api/devices").then(tell, (error) => { asked = null; throw error; });
+  asked ??= answered(() => get("/api/devices")).then(tell);
   return asked;
 }
 
@@ -47,7 +47,7 @@ export function deviceList() {
     problem.hidden = !problem.textContent;
   });
   const again = element("button", { type: "button", onclick: () => act(again, lookAgain) }, "Look again");
-  loadDevices().catch((error) => { problem.textContent = error.message; problem.hidden = false; });
+  loadDevices();
   return element("div", {}, list, problem, again);
 }
 
@@ -83,7 +83,7 @@ function oneDevice(label, { allowAuto, value, about, onchange }) {
     fill(found.devices, wanted || (found.devices[0]?.name ?? "cpu"));
     if (select.value !== before) onchange(select.value);
   });
-  loadDevices().catch(() => {});
+  loadDevices();
   return control;
 }
 
@@ -125,7 +125,7 @@ function manyDevices(label, { allowAuto, value, about, onchange }) {
 
   fill([CPU]);
   onDevices((found) => fill(found.devices));
-  loadDevices().catch(() => {});
+  loadDevices();
   return { node, get value() { return text(); }, set(given) { chosen = split(given); fill(known?.devices ?? [CPU]); } };
 }
 

@@ -1,6 +1,6 @@
 // The Generate page: the wish of the user as a command.
 
-import { act, ask, at, clearError, element, get, offer, showError, showImage, upload } from "./api.js";
+import { act, ask, at, element, get, newest, offer, showError, showImage, upload } from "./api.js";
 import { CommandForm } from "./command_form.js";
 import { deviceSelect } from "./devices.js";
 import { AXES } from "./generate_results.js";
@@ -127,13 +127,13 @@ function loraChanged() {
   changed();
 }
 
-async function lookForLoras() {
-  found = await get("/api/generate/choices");
+const lookForLoras = newest(() => get("/api/generate/choices"), (answer) => {
+  found = answer;
   offer(at("images"), found.images);
   offer(at("models"), found.models);
   model.placeholder = found.model ?? "a diffusers folder, or a repository on the hub";
   showLoras();
-}
+});
 
 // ---- control images -------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ at("add").addEventListener("click", () => act(at("add"), async () => {
   if (!path) return;
   await ask(preview(path)).catch((error) => { throw Object.assign(error, { do: remedy }); });
   addImage(path);
-  at("from-folder").value = "";
+  if (at("from-folder").value.trim() === path) at("from-folder").value = ""; // else the user has written on
 }));
 at("from-folder").addEventListener("keydown", (event) => {
   if (event.key === "Enter") { event.preventDefault(); at("add").click(); }
@@ -204,13 +204,13 @@ async function open() {
     const saved = runs.map((job) => `${job.id} ${job.state} ${job.checkpoint ?? ""}`).join();
     const isNew = savedBefore !== null && savedBefore !== saved;
     savedBefore = saved;
-    if (isNew) await lookForLoras();
+    if (isNew) lookForLoras();
   });
 }
 
 function restore(was) {
   images = (was.images ?? []).filter((path) => typeof path === "string");
-  prompt.value = was.prompt ?? "";
+  prompt.value ||= was.prompt ?? "";
   strength.value = was.strength ?? 1;
   form.elements.several.value = was.several ?? "";
   (was.axes ?? []).filter(Array.isArray).slice(0, axes.length).forEach(([name, values], i) => {
@@ -230,5 +230,4 @@ function restoreLora(was) {
   model.value ||= ofRun ? (was.of === loraPath() && was.model) || ofRun : chosen("model");
 }
 
-clearError();
 open().catch(showError);

@@ -1,7 +1,7 @@
 // A form of settings: each with its description, its value in qwen.yaml and its default. Only what differs from
 // qwen.yaml is a change; changes are kept in this browser for the opened folder.
 
-import { at, element, get, setText } from "./api.js";
+import { answered, at, element, get, setText } from "./api.js";
 import { keep, kept } from "./project.js";
 import { hasValue, inputOf, limits, read, show, shown } from "./setting_input.js";
 
@@ -27,11 +27,16 @@ export class SettingsForm {
   }
 
   async load() {
-    const settings = await get(`/api/settings?${new URLSearchParams({ sections: this.sections.join(",") })}`);
+    const sections = new URLSearchParams({ sections: this.sections.join(",") });
+    const settings = await answered(() => get(`/api/settings?${sections}`));
     this.settings = settings.filter((each) => !this.without.includes(each.key));
-    const known = new Map(this.settings.map((each) => [each.key, each]));
-    this.changes = Object.fromEntries(Object.entries(this.changes).filter(([key]) => known.has(key)));
-    const first = this.common.map((key) => known.get(key)).filter(Boolean);
+    this.changes = Object.fromEntries(Object.entries(this.changes).filter(([key]) => this.setting(key)));
+    this.draw();
+  }
+
+  // All settings with their values as they are now.
+  draw() {
+    const first = this.common.map((key) => this.setting(key)).filter(Boolean);
     const others = this.settings.filter((each) => !this.common.includes(each.key));
     const search = element("input", {
       type: "search", "aria-label": "Search all settings", placeholder: "search all settings",
@@ -41,7 +46,6 @@ export class SettingsForm {
     this.place.replaceChildren(
       element("div", { class: "settings" }, ...first.map((each) => this.row(each))),
       element("details", {}, element("summary", {}, `All other settings (${others.length})`), search, this.others));
-    return this;
   }
 
   // What a command gets.
@@ -49,11 +53,11 @@ export class SettingsForm {
 
   setting(key) { return this.settings?.find((each) => each.key === key); }
   // Change these settings and no others; returns those that this form does not have.
-  async replace(changes) {
+  replace(changes) {
     const known = ({ key }) => key in changes;
     this.changes = Object.fromEntries(this.settings.filter(known).map(({ key }) => [key, changes[key]]));
     keep(`${this.page} settings`, { changes: this.changes });
-    await this.load();
+    this.draw();
     return Object.keys(changes).filter((key) => !(key in this.changes));
   }
 

@@ -6,7 +6,8 @@ import { Runs } from "./train_runs.js";
 
 const runs = new Runs();
 const form = new TrainForm({ onstart: (job) => runs.show([job.about.output_dir], true) });
-runs.onclone = (folder) => form.fillFrom(folder);
-runs.onfirst = (hasRuns) => { at("new-run").open = !hasRuns; };
-form.load().catch(showError);
+const loaded = form.load();
+runs.onclone = (folder) => loaded.then(() => form.fillFrom(folder));
+runs.onfirst = (hasRuns) => { at("new-run").open ||= !hasRuns; };
+loaded.catch(showError);
 runs.begin();

@@ -24,6 +24,7 @@ export class Curves {
     this.answers = new Map();
     this.rests = new Map();
     this.wanted = [];
+    this.asked = 0;
     this.range = null; // of all steps: first and last
     this.view = null; // the part that is shown, or all
     this.slider = element("input", { type: "range", min: "0", max: String(WEIGHTS.length - 1), step: "1", "aria-label": "Smoothing", oninput: () =>
@@ -81,7 +82,7 @@ export class Curves {
     this.render();
     announce(view ? `steps ${view.map((each) => each.toLocaleString("en")).join(" to ")}` : "all steps");
     clearTimeout(this.zoomTimer);
-    this.zoomTimer = setTimeout(() => { this.rests.clear(); this.look(this.wanted).catch(() => {}); }, 120);
+    this.zoomTimer = setTimeout(() => this.again(), 120);
   }
 
   tellRange() {
@@ -98,7 +99,14 @@ export class Curves {
     this.keep({ smoothing: weight });
     this.tellSmoothing();
     clearTimeout(this.timer);
-    this.timer = setTimeout(() => { this.rests.clear(); this.look(this.wanted).catch(() => {}); }, 60);
+    this.timer = setTimeout(() => this.again(), 60);
+  }
+
+  // Ask at once, for other points than those that are asked for now.
+  again() {
+    this.asked += 1;
+    this.rests.clear();
+    this.look(this.wanted).catch(() => {}); // the next look tries again, and says what is wrong
   }
 
   // The weight of the average: the chosen one, or that of the longest of the runs, so that they can be compared.
@@ -136,13 +144,13 @@ export class Curves {
   }
 
   async ask(folder) {
-    const began = performance.now(), weight = this.weight(), asked = { folder, version: this.answers.get(folder)?.version ?? "" };
+    const began = performance.now(), weight = this.weight(), number = this.asked, asked = { folder, version: this.answers.get(folder)?.version ?? "" };
     if (began < (this.rests.get(folder) ?? 0)) return false;
     if (weight !== null) asked.smoothing = weight;
     if (this.view) [asked.first, asked.last] = this.view;
     const answer = await get(`/api/train/curves?${new URLSearchParams(asked)}`);
     const took = performance.now() - began;
-    if (!answer.series) return false;
+    if (!answer.series || number !== this.asked) return false;
     if (this.answers.has(folder)) this.rests.set(folder, began + took * (1 + REST));
     this.answers.set(folder, answer);
     return true;

@@ -1,6 +1,6 @@
 // The form of a new run: its own fields, the settings of qwen.yaml, prompts, the memory bar, and the command line.
 
-import { act, announce, at, element, get, offer, plural, post, showError } from "./api.js";
+import { act, announce, answered, at, element, get, offer, plural, post, showError } from "./api.js";
 import { CommandForm } from "./command_form.js";
 import { deviceSelect, onDevices } from "./devices.js";
 import { chosen, kept } from "./project.js";
@@ -40,6 +40,7 @@ export class TrainForm {
       },
     });
     this.kept = kept("train", EXAMPLE);
+    this.fills = 0;
     this.chosenDevices = this.kept.devices; // by the user
     this.presets = new Presets(at("presets"), { settings: this.settings, apply: (changes) => this.apply(changes) });
     this.memory = new MemoryBar(at("memory"), { apply: (changes) => this.apply(changes) });
@@ -62,8 +63,8 @@ export class TrainForm {
   }
 
   async load() {
-    const asked = [get(`/api/settings?sections=${[...new Set([...OWN, ...ASKED])].join(",")}`), get("/api/train/places")];
-    const [own, places] = await Promise.all(asked);
+    const paths = [`/api/settings?sections=${[...new Set([...OWN, ...ASKED])].join(",")}`, "/api/train/places"];
+    const [own, places] = await Promise.all(paths.map((path) => answered(() => get(path))));
     this.base = Object.fromEntries(own.map((each) => [each.key, each.value]));
     const about = Object.fromEntries(own.map((each) => [each.key, each.description]));
     const make = (key, title, value, offered) => field(key, title, about[key], value || (this.base[key] ?? ""), offered);
@@ -79,8 +80,8 @@ export class TrainForm {
     this.showPrompts(this.kept.prompts?.filter(isPrompt) ?? this.base[PROMPTS]);
     await this.settings.load();
     const model = this.fields["model.path"].input;
-    model.addEventListener("change", () => this.presets.load(model.value.trim()).catch(showError));
-    await this.presets.load(model.value.trim());
+    model.addEventListener("change", () => this.presets.load(model.value.trim()));
+    this.presets.load(model.value.trim());
     this.show = new ShowImages(at("show"), {
       base: Object.fromEntries(own.map((each) => [each.key, each])), value: this.kept.show,
       about: () => ({
@@ -101,7 +102,9 @@ export class TrainForm {
 
   // A new run with the settings of another one: what is left out, or has no field here, is said.
   async fillFrom(folder) {
+    const number = (this.fills += 1);
     const { changes, devices, left_out: leftOut } = await get(`/api/train/settings?${new URLSearchParams({ folder })}`);
+    if (number !== this.fills) return; // another run was chosen
     for (const key of PLACES) this.fields[key].input.value = changes[key] ?? this.base[key] ?? "";
     this.isNamed = true; // the output folder
     this.showPrompts(changes[PROMPTS] ?? this.base[PROMPTS]);
@@ -109,10 +112,10 @@ export class TrainForm {
       this.chosenDevices = devices.join(",");
       this.devices.set(this.chosenDevices);
     }
-    const others = (await this.settings.replace(changes)).filter((key) => !OWN.includes(key));
+    const others = this.settings.replace(changes).filter((key) => !OWN.includes(key));
     this.show.fill(changes);
     this.presets.forget();
-    await this.presets.load(this.fields["model.path"].input.value.trim());
+    this.presets.load(this.fields["model.path"].input.value.trim());
     const value = (each) => typeof each === "string" ? each : JSON.stringify(each);
     at("filled").replaceChildren(...[
       `This form has the settings of ${folder}, where they differ from qwen.yaml, and a new output folder.`,
@@ -225,7 +228,9 @@ export class TrainForm {
 
   apply(changes) {
     for (const [key, value] of Object.entries(changes)) this.settings.set(key, value);
-    this.settings.load().then(() => { this.changed(); this.plan().catch(showError); }, showError);
+    this.settings.draw();
+    this.changed();
+    this.plan().catch(showError);
     announce("the settings are applied");
   }
 
@@ -236,10 +241,10 @@ export class TrainForm {
   }
 
   async start(onstart) {
-    const job = await this.form.send("/api/train/start");
+    const named = this.fields["train.output_dir"].input.value, job = await this.form.send("/api/train/start");
     if (!job) return;
     at("new-run").open = false;
-    Object.assign(this, { proposed: this.fields["train.output_dir"].input.value, isNamed: false }); // until the next look
+    Object.assign(this, { proposed: named, isNamed: false }); // until the next look
     at("filled").hidden = true;
     this.presets.forget();
     onstart(job);

@@ -1,6 +1,6 @@
 // The LoRA files of a run, to download: that of each checkpoint, and that of the run's end.
 
-import { bytes, element, get, setText, showError } from "./api.js";
+import { answered, bytes, element, get, setText } from "./api.js";
 import { signed } from "./token.js";
 
 export class Loras {
@@ -14,24 +14,26 @@ export class Loras {
   // `run`: as the list of runs has it. The files are asked for while they are shown, and when there is a newer one.
   update(run) {
     this.node.hidden = !run?.lora;
-    const newest = `${run?.lora?.path} ${run?.checkpoint}`;
-    if (newest === this.newest) return;
-    this.newest = newest;
-    this.shown = null;
+    this.newest = `${run?.lora?.path} ${run?.checkpoint}`;
     this.load();
   }
 
   async load() {
-    if (!this.node.open || this.node.hidden || this.shown === this.newest) return;
-    this.shown = this.newest;
-    try {
-      const { loras } = await get(`/api/train/loras?${new URLSearchParams({ folder: this.folder })}`);
-      this.list.replaceChildren(...await Promise.all(loras.map((lora) => this.row(lora))));
-      setText(this.summary, `LoRA files to download (${loras.length})`);
-    } catch (error) {
-      this.shown = null;
-      showError(error);
+    const { newest } = this, isWanted = () => this.node.open && this.node.checkVisibility() && newest === this.newest;
+    if (this.asked === newest || !isWanted()) return;
+    this.asked = newest;
+    const rows = await answered(() => this.rows(), isWanted);
+    if (!isWanted()) {
+      if (this.asked === newest) this.asked = null;
+      return;
     }
+    this.list.replaceChildren(...rows);
+    setText(this.summary, `LoRA files to download (${rows.length})`);
+  }
+
+  async rows() {
+    const { loras } = await get(`/api/train/loras?${new URLSearchParams({ folder: this.folder })}`);
+    return Promise.all(loras.map((lora) => this.row(lora)));
   }
 
   async row({ step, bytes: size }) {

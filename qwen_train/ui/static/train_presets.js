@@ -1,6 +1,6 @@
 // Presets: settings to begin with. The chosen one says what it would change, and only then changes it.
 
-import { announce, element, get } from "./api.js";
+import { announce, element, get, newest } from "./api.js";
 import { shown } from "./setting_input.js";
 
 export class Presets {
@@ -12,11 +12,12 @@ export class Presets {
     this.use = element("button", { type: "button", onclick: () => this.change() });
     this.undo = element("button", { type: "button", class: "quiet", hidden: true, onclick: () => this.takeBack() }, "Undo");
     place.replaceChildren(element("div", { class: "row" }, element("label", {}, "Presets", this.select), this.use, this.undo), this.about);
+    // Those for a model.
+    this.load = newest((model) => get(`/api/train/presets?${new URLSearchParams({ model })}`), (found) => this.take(found));
   }
 
-  // Those for this model.
-  async load(model) {
-    this.found = await get(`/api/train/presets?${new URLSearchParams({ model })}`);
+  take(found) {
+    this.found = found;
     const groups = [...new Set(this.found.map(({ group }) => group))], kept = this.select.value;
     const options = (group) => this.found.filter((each) => each.group === group)
       .map(({ name }) => element("option", { value: name }, name));
