@@ -5,8 +5,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 LOWEST := .venv-lowest/bin
 # one process more than there are cores, since tests also wait; each takes 2 GB; a file's fixtures are made once
-PROCESSES := $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
-SPREAD := --numprocesses $(PROCESSES) --dist loadfile
+SPREAD = --dist loadfile --numprocesses $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))')
 OLD := -W ignore::DeprecationWarning -W ignore::FutureWarning -W 'ignore:Config Deprecation:UserWarning'
 SHARE ?= 1/1
 SHELL := bash
